@@ -1,0 +1,77 @@
+"""The one collective of the cache: how many acknowledgements every rank is ready to settle.
+
+Everything else is decided from mirrored state. Transfers finish at different times on different ranks, so
+each event loop takes the minimum of the ready counts over the ranks, in exactly one reduction a group,
+whether or not anything is pending: a rank that skipped it would desynchronise the others.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+import torch.distributed as dist
+
+from sglang.srt.distributed.communication_tags import P2PTag
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+class Agreement(Protocol):
+    """Takes minima over the ranks that share a tree."""
+
+    def minimum(self, values: Sequence[int]) -> tuple[int, ...]:
+        """Element-wise minimum of `values` over the ranks; every rank calls it with the same length."""
+        ...
+
+
+class RankAgreement:
+    """Minimum of small integers over the ranks that share a tree.
+
+    `groups` are reduced one after the other. With pipeline parallelism the
+    first stage decides and the later ones follow it, as in SGLang: `pp_rank` receives from the stage before.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[dist.ProcessGroup],
+        *,
+        pp_group: dist.ProcessGroup | None = None,
+        pp_rank: int = 0,
+        pp_size: int = 1,
+    ) -> None:
+        self._groups = list(groups)
+        self._pp_group = pp_group if pp_size > 1 else None
+        self._pp_rank = pp_rank
+        self._pp_size = pp_size
+        self._sends: list[dist.Work] = []
+        self._buffers: dict[int, torch.Tensor] = {}
+
+    def minimum(self, values: Sequence[int]) -> tuple[int, ...]:
+        """Element-wise minimum of `values` over the ranks; every rank must call it with the same length.
+
+        Raises what the process group raises if a rank is gone; nothing is settled then.
+        """
+        if not self._groups and self._pp_group is None:
+            return tuple(values)
+        buffer = self._buffers.setdefault(len(values), torch.empty(len(values), dtype=torch.int64))
+        buffer.copy_(torch.tensor(values, dtype=torch.int64))
+        if self._pp_rank == 0:
+            for group in self._groups:
+                dist.all_reduce(buffer, op=dist.ReduceOp.MIN, group=group)
+        if self._pp_group is not None:
+            self._follow_first_stage(buffer, self._pp_group)
+        return tuple(int(value) for value in buffer.tolist())
+
+    def _follow_first_stage(self, buffer: torch.Tensor, group: dist.ProcessGroup) -> None:
+        for send in self._sends:
+            send.wait()
+        self._sends.clear()
+        if self._pp_rank > 0:
+            dist.recv(buffer, group_src=self._pp_rank - 1, group=group, tag=P2PTag.HIRADIX_PP_SYNC)
+        if self._pp_rank + 1 < self._pp_size:
+            message = buffer.clone()
+            send = dist.isend(message, group_dst=self._pp_rank + 1, group=group, tag=P2PTag.HIRADIX_PP_SYNC)
+            if send is not None:
+                self._sends.append(send)

@@ -1,0 +1,282 @@
+"""Slot allocators: one free list per owner (a *lane*), all of them in host memory.
+
+Slots are logical: every rank of the shard group hands out the same ones in the same order, so the free lists
+are mirrored state, like the tree. They are kept as page numbers on the host, and slot tensors are made from
+them, never the other way round, so that no decision waits for the device.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+import torch
+
+from sglang.srt.mem_cache.allocator.base import BaseTokenToKVPoolAllocator
+from sglang.srt.mem_cache.layouts.config import check_range
+from sglang.srt.mem_cache.layouts.errors import LayoutConfigError, LayoutInvariantError
+from sglang.srt.mem_cache.layouts.pages import (
+    NO_PAGES,
+    LaneArray,
+    PageArray,
+    pages_of_tokens,
+    tokens_of_pages,
+    whole_pages,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from sglang.srt.mem_cache.layouts.registry import AnyKVLayoutStrategy
+    from sglang.srt.mem_cache.memory_pool import KVCache
+
+
+class SlotAllocator(Protocol):
+    """What the tree and the controller need: pages by lane."""
+
+    @property
+    def lane_count(self) -> int:
+        """Number of free lists."""
+        ...
+
+    def room_pages(self) -> PageArray:
+        """Free pages of each lane, shape ``[lane_count]``."""
+        ...
+
+    def alloc_lanes(self, lanes: LaneArray) -> PageArray | None:
+        """Logical pages in the lanes asked for, in that order, or None with nothing taken if a lane is short."""
+        ...
+
+    def free_slot_pages(self, slot_pages: PageArray) -> None:
+        """Give pages back, each once."""
+        ...
+
+    def slots(self, slot_pages: PageArray) -> torch.Tensor:
+        """Slot tensor of `slot_pages` on the pool's device, int64, shape ``[pages * page_size]``."""
+        ...
+
+
+class _Lane:
+    """Free pages of one owner, handed out in ascending order so that neighbours stay together."""
+
+    def __init__(self, pages: PageArray) -> None:
+        self._ready = pages
+        self._returned: list[PageArray] = []
+        self.free = len(pages)
+
+    def take(self, pages: int) -> PageArray:
+        if pages > len(self._ready):
+            self._ready = np.sort(np.concatenate([self._ready, *self._returned]))
+            self._returned.clear()
+        taken, self._ready = self._ready[:pages], self._ready[pages:]
+        self.free -= pages
+        return taken
+
+    def give(self, pages: PageArray) -> None:
+        self._returned.append(pages)
+        self.free += len(pages)
+
+    def all_free(self) -> PageArray:
+        return np.concatenate([self._ready, *self._returned])
+
+
+class CPSharedPagedTokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
+    """SGLang's paged slot allocator with one free list per owner of the layout.
+
+    `physical_size` is the number of token rows of this rank's device pool; `size` becomes the number of logical
+    slots that all ranks provide together. Logical pages below the lane count are SGLang's padding page on each
+    rank and are never handed out.
+
+    Raises `LayoutConfigError` if `physical_size` holds no whole page.
+    """
+
+    def __init__(
+        self,
+        *,
+        layout: AnyKVLayoutStrategy,
+        physical_size: int,
+        dtype: torch.dtype,
+        device: str,
+        kvcache: KVCache,
+        need_sort: bool = False,
+    ) -> None:
+        page_size = layout.page_size
+        check_range("physical_size", physical_size, page_size)
+        rank_pages = physical_size // page_size
+        super().__init__(
+            layout.logical_tokens(rank_pages * page_size), page_size, dtype, device, kvcache, need_sort
+        )
+        self.layout = layout
+        self.physical_size = physical_size
+        self.num_pages = self.size // page_size
+        self.clear()
+
+    @property
+    def lane_count(self) -> int:
+        """Number of free lists: one per owner."""
+        return self.layout.lane_count
+
+    # By lane: what the tree and the controller use.
+
+    def room_pages(self) -> PageArray:
+        """Free pages of each lane."""
+        return np.array([lane.free for lane in self._lanes], dtype=np.int64)
+
+    def alloc_lanes(self, lanes: LaneArray) -> PageArray | None:
+        """See `SlotAllocator.alloc_lanes`."""
+        needed = np.bincount(lanes, minlength=self.lane_count)
+        if len(needed) != self.lane_count:
+            raise LayoutInvariantError(f"lanes {lanes} outside [0, {self.lane_count - 1}]")
+        if bool((needed > self.room_pages()).any()):
+            return None
+        slot_pages = np.empty(len(lanes), dtype=np.int64)
+        for lane, pages in enumerate(needed):
+            if pages:
+                slot_pages[lanes == lane] = self._lanes[lane].take(int(pages))
+        self._used[slot_pages] = True
+        return slot_pages
+
+    def free_slot_pages(self, slot_pages: PageArray) -> None:
+        """Give pages back. `LayoutInvariantError`, with nothing freed, if one of them is not in use."""
+        if not len(slot_pages):
+            return
+        if not bool(self._used[slot_pages].all()):
+            idle = slot_pages[~self._used[slot_pages]]
+            raise LayoutInvariantError(f"slot pages {idle} are freed but not in use")
+        self._used[slot_pages] = False
+        lanes = self.layout.lanes_of(slot_pages)
+        for lane in np.unique(lanes):
+            self._lanes[lane].give(slot_pages[lanes == lane])
+
+    def slots(self, slot_pages: PageArray) -> torch.Tensor:
+        """Slot tensor of `slot_pages` on the pool's device."""
+        return tokens_of_pages(slot_pages, self.page_size).to(self.device, non_blocking=True)
+
+    # SGLang's interface.
+
+    def clear(self) -> None:
+        """Everything is free again."""
+        first = self.lane_count
+        pages = np.arange(first, first + self.num_pages, dtype=np.int64)
+        lanes = self.layout.lanes_of(pages)
+        self._lanes = [_Lane(pages[lanes == lane]) for lane in range(self.lane_count)]
+        self._used = np.zeros(first + self.num_pages, dtype=np.bool_)
+        self.free_group = None
+
+    def available_size(self) -> int:
+        """Free slots over all lanes. A given demand may still find one lane short: see `alloc_lanes`."""
+        return sum(lane.free for lane in self._lanes) * self.page_size
+
+    def get_all_free_pages(self) -> torch.Tensor:
+        """Free logical pages of all lanes, int64, CPU."""
+        return torch.from_numpy(np.concatenate([lane.all_free() for lane in self._lanes]))
+
+    def merge_and_sort_free(self) -> None:
+        """Lanes merge and sort what was returned when they run short; nothing to do."""
+
+    def alloc(self, need_size: int) -> torch.Tensor | None:
+        """`need_size` slots from the lanes with most room, or None. For callers without a chain of their own."""
+        pages = whole_pages(need_size, self.page_size, "need_size")
+        return self._as_slots(self.alloc_lanes(self._fullest_lanes(pages)))
+
+    def alloc_extend(
+        self,
+        prefix_lens: torch.Tensor,
+        prefix_lens_cpu: torch.Tensor,
+        seq_lens: torch.Tensor,
+        seq_lens_cpu: torch.Tensor,
+        last_loc: torch.Tensor,
+        extend_num_tokens: int,
+        num_new_pages: int | None = None,
+        rotation_bases: Sequence[int | None] | None = None,
+    ) -> torch.Tensor | None:
+        """Slots for the tokens that each request of a batch adds to its prefix, one after the other.
+
+        A request first fills the page of `last_loc`, its last slot so far, then takes new pages in the lanes
+        that follow. `rotation_bases` are the lanes of the chains' first pages; None stands for the lane of
+        `last_loc`, or, without a prefix, the lane with most room. Returns int64 slots, shape
+        ``[extend_num_tokens]``, on the pool's device, or None with nothing taken if a lane is short.
+        """
+        firsts = [int(n) for n in prefix_lens_cpu]
+        ends = [int(n) for n in seq_lens_cpu]
+        if sum(ends) - sum(firsts) != extend_num_tokens:
+            raise LayoutConfigError(f"extend_num_tokens must be {sum(ends) - sum(firsts)}, got {extend_num_tokens}")
+        last_slots = last_loc.tolist()
+        bases = list(rotation_bases) if rotation_bases is not None else [None] * len(firsts)
+        lanes = [
+            self._chain_lanes(base, last, -(-first // self.page_size), -(-end // self.page_size))
+            for base, last, first, end in zip(bases, last_slots, firsts, ends, strict=True)
+        ]
+        pages = self.alloc_lanes(np.concatenate([np.empty(0, dtype=np.int16), *lanes]))
+        if pages is None:
+            return None
+        parts, taken = [NO_PAGES], 0
+        for last, first, end, own in zip(last_slots, firsts, ends, lanes, strict=True):
+            begun = min(-first % self.page_size, end - first)
+            fresh = tokens_of_pages(pages[taken : taken + len(own)], self.page_size).numpy()
+            parts += [last + 1 + np.arange(begun, dtype=np.int64), fresh[: end - first - begun]]
+            taken += len(own)
+        return torch.from_numpy(np.concatenate(parts)).to(self.device, non_blocking=True)
+
+    def alloc_decode(
+        self, seq_lens: torch.Tensor, seq_lens_cpu: torch.Tensor, last_loc: torch.Tensor
+    ) -> torch.Tensor | None:
+        """One more slot for each request, shape ``[requests]``; `seq_lens` count the new token."""
+        return self.alloc_extend(seq_lens - 1, seq_lens_cpu - 1, seq_lens, seq_lens_cpu, last_loc, len(seq_lens_cpu))
+
+    def free(self, free_index: torch.Tensor) -> None:
+        """Free the pages that any of `free_index` lies in."""
+        if self.free_group is not None:
+            self.free_group.append(free_index.clone())
+        elif free_index.numel():
+            self.free_slot_pages(np.unique(free_index.cpu().numpy() // self.page_size))
+
+    def _as_slots(self, slot_pages: PageArray | None) -> torch.Tensor | None:
+        return None if slot_pages is None else self.slots(slot_pages)
+
+    def _fullest_lanes(self, pages: int) -> LaneArray:
+        """Lanes for `pages` pages of no chain, dealt in turn from the lane with most room."""
+        start = int(np.argmax(self.room_pages()))
+        return self.layout.extend_lanes(start, 0, pages)
+
+    def _chain_lanes(self, base: int | None, last_slot: int, first_page: int, end_page: int) -> LaneArray:
+        if base is not None:
+            return self.layout.extend_lanes(base, first_page, end_page - first_page)
+        if first_page == 0:
+            return self._fullest_lanes(end_page)
+        last_page = np.array([last_slot // self.page_size], dtype=np.int64)
+        return self.layout.extend_lanes(int(self.layout.lanes_of(last_page)[0]), 1, end_page - first_page)
+
+
+class StockSlotAllocator:
+    """SGLang's own allocator, which has one lane, behind the `SlotAllocator` interface."""
+
+    lane_count = 1
+
+    def __init__(self, allocator: BaseTokenToKVPoolAllocator) -> None:
+        self._allocator = allocator
+
+    def room_pages(self) -> PageArray:
+        """Free pages of the one lane."""
+        return np.array([self._allocator.available_size() // self._allocator.page_size], dtype=np.int64)
+
+    def alloc_lanes(self, lanes: LaneArray) -> PageArray | None:
+        """`len(lanes)` pages, or None."""
+        slots = self._allocator.alloc(len(lanes) * self._allocator.page_size)
+        return None if slots is None else pages_of_tokens(slots, self._allocator.page_size)
+
+    def free_slot_pages(self, slot_pages: PageArray) -> None:
+        """Give pages back."""
+        if len(slot_pages):
+            self._allocator.free_segment(self.slots(slot_pages), start_pos=0)
+
+    def slots(self, slot_pages: PageArray) -> torch.Tensor:
+        """Slot tensor of `slot_pages` on the pool's device."""
+        return tokens_of_pages(slot_pages, self._allocator.page_size).to(self._allocator.device, non_blocking=True)
+
+
+def slot_allocator(allocator: BaseTokenToKVPoolAllocator) -> SlotAllocator:
+    """`allocator` if it has lanes, else SGLang's own one behind the same interface."""
+    if isinstance(allocator, CPSharedPagedTokenToKVPoolAllocator):
+        return allocator
+    return StockSlotAllocator(allocator)

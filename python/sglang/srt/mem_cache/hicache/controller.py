@@ -1,0 +1,212 @@
+"""`HiCacheController`: ask the strategy for a plan, check it against the ledger, submit it, settle the ack.
+
+Nothing here knows which layout it has. The order of every step is the same on all ranks, and each step's
+outcome is computed from mirrored state:
+
+    write   plan -> ledger admits? -> host pages -> submit -> one ack      (or a `HostShortfall`, nothing changed)
+    load    plan -> lanes have room? -> slots -> queue                     (or None, nothing changed)
+    start_loading   one submission for all queued loads -> one ack with all their ids
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Generic
+
+from sglang.srt.managers.cache_controller import HiCacheAck
+from sglang.srt.managers.cache_controller import HiCacheController as SGLangHiCacheController
+from sglang.srt.mem_cache.hicache_storage import PoolName
+from sglang.srt.mem_cache.layouts.errors import LayoutInvariantError
+from sglang.srt.mem_cache.layouts.pages import NO_PAGES, PageArray, pages_of_tokens, tokens_of_pages
+from sglang.srt.mem_cache.layouts.plans import CopyPlan, LoadPlan
+from sglang.srt.mem_cache.layouts.protocol import KVLayoutStrategy, MetadataT
+
+from .host_ledger import HostLedger
+from .transfer import HostTransfer
+
+if TYPE_CHECKING:
+    import threading
+    from collections.abc import Sequence
+
+    from sglang.srt.mem_cache.allocator.base import BaseTokenToKVPoolAllocator
+    from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+    from sglang.srt.mem_cache.l2_transfer import TransferCompletion
+
+    from .agreement import Agreement
+    from .allocator import SlotAllocator
+    from .host_pools import AnyHostPool
+    from .settings import HiCacheSettings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostShortfall:
+    """A backup that was not admitted. Nothing was changed, on any rank.
+
+    `demand_pages` is what it needs in each lane, `missing_pages` what must be freed first.
+    """
+
+    demand_pages: tuple[int, ...]
+    missing_pages: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _QueuedLoad:
+    node_id: int
+    plan: LoadPlan
+
+
+class HiCacheController(SGLangHiCacheController, Generic[MetadataT]):
+    """SGLang's controller with the layout's plans in place of "every index is copied".
+
+    The ledger's capacity is the smallest host pool of the group, agreed on here. Raises
+    `LayoutInvariantError` if host pool and ledger ever disagree.
+    """
+
+    def __init__(
+        self,
+        *,
+        layout: KVLayoutStrategy[MetadataT],
+        params: CacheInitParams,
+        slots: SlotAllocator,
+        host_pool: AnyHostPool,
+        agreement: Agreement,
+        settings: HiCacheSettings,
+        load_cache_event: threading.Event,
+    ) -> None:
+        allocator: BaseTokenToKVPoolAllocator = params.token_to_kv_pool_allocator
+        super().__init__(
+            allocator,
+            host_pool,
+            layout.page_size,
+            params.tp_cache_group,
+            load_cache_event=load_cache_event,
+            attn_cp_group=params.attn_cp_cache_group,
+            attn_tp_group=params.attn_tp_cache_group,
+            pp_group=params.pp_cache_group,
+            write_policy=settings.write_policy,
+            io_backend=settings.io_backend,
+            storage_backend=None,
+            model_name=settings.model_name,
+        )
+        self.layout = layout
+        self.slots = slots
+        self.transfer = HostTransfer(
+            host_pool=host_pool, device_pool=allocator.get_kvcache(), io_backend=settings.io_backend
+        )
+        self.l2_transfer_engine = self.transfer.engine
+        self._queued_loads: list[_QueuedLoad] = []
+        local_pages = self._local_free_pages()
+        (capacity_pages,) = agreement.minimum([local_pages])
+        self._surplus_pages = local_pages - capacity_pages
+        self.ledger = HostLedger(lane_count=layout.lane_count, capacity_pages=capacity_pages)
+
+    # Device to host.
+
+    def write(self, slot_pages: PageArray, *, node_id: int) -> MetadataT | HostShortfall:
+        """Back up a node whose logical pages are `slot_pages`, shape ``[pages]``, and submit the copy.
+
+        Returns the node's metadata, with exactly one ack for `node_id` queued on every rank, also where the
+        rank owns nothing; or a `HostShortfall`, with nothing changed.
+        """
+        plan = self.layout.plan_backup(slot_pages)
+        if not self.ledger.admits(plan.demand_pages):
+            return HostShortfall(
+                demand_pages=plan.demand_pages, missing_pages=self.ledger.missing_pages(plan.demand_pages)
+            )
+        host_pages = self._alloc_host(plan.owned_pages)
+        self.ledger.take(plan.demand_pages)
+        self._check_ledger()
+        metadata = self.layout.finish_backup(plan, host_pages)
+        copies = plan.bind(host_pages)
+        completion = self.transfer.back_up(copies)
+        self.ack_write_queue.append(self._ack(completion, [node_id], plan.logical_tokens, copies))
+        return metadata
+
+    # Host to device.
+
+    def load(self, parts: Sequence[MetadataT], *, node_id: int) -> PageArray | None:
+        """Allocate slots for the nodes that `parts` describe, in order, and queue their copy.
+
+        Returns the logical pages of all nodes, shape ``[pages]``, or None, with nothing changed, if a lane is
+        short. The copy starts with `start_loading`, which acknowledges `node_id`.
+        """
+        slot_pages = self.slots.alloc_lanes(self.layout.load_lanes(parts))
+        if slot_pages is None:
+            return None
+        plan = self.layout.plan_load(parts, slot_pages)
+        self._queued_loads.append(_QueuedLoad(node_id=node_id, plan=plan))
+        return slot_pages
+
+    def start_loading(self) -> int:
+        """Submit every queued load as one transfer; one ack carries all their ids.
+
+        Returns the index of the layer counter that a forward pass must wait on, or -1 if nothing is queued.
+        """
+        if not self._queued_loads:
+            return -1
+        loads, self._queued_loads = self._queued_loads, []
+        producer_index = self.layer_done_counter.update_producer()
+        producer = self.layer_done_counter.events[producer_index]
+        producer.start_event.record()
+        if self.load_fence_stream is not None:
+            # A forward pass under way may still write pages that were freed and handed out again.
+            self.transfer.engine.host_to_device_stream.wait_stream(self.load_fence_stream)
+        copies = CopyPlan.concat([load.plan.copies for load in loads], page_size=self.page_size)
+        completion = self.transfer.load(copies, producer)
+        tokens = sum(load.plan.logical_tokens for load in loads)
+        self.ack_load_queue.append(self._ack(completion, [load.node_id for load in loads], tokens, copies))
+        return producer_index
+
+    # Both tiers.
+
+    def release_host(self, metadata: MetadataT) -> int:
+        """Free the host pages of a node on every rank. Returns its logical tokens.
+
+        Raises `LayoutInvariantError` if the pool and the ledger disagree afterwards.
+        """
+        host_pages = metadata.host_pages
+        if len(host_pages):
+            self.mem_pool_host.free(tokens_of_pages(host_pages, self.page_size))
+        self.ledger.give(metadata.pages_per_rank)
+        self._check_ledger()
+        return metadata.logical_len
+
+    def reset(self) -> None:
+        """Drop queued work and acks and give all host memory back."""
+        super().reset()
+        self._queued_loads.clear()
+        self.mem_pool_host.clear()
+        self.ledger.clear()
+        self._check_ledger()
+
+    def _alloc_host(self, pages: int) -> PageArray:
+        if not pages:
+            return NO_PAGES
+        rows = self.mem_pool_host.alloc(pages * self.page_size)
+        if rows is None:
+            raise LayoutInvariantError(
+                f"ledger admitted {pages} host pages with {self.ledger.free_pages} free, "
+                f"but the host pool has {self._local_free_pages()}"
+            )
+        return pages_of_tokens(rows, self.page_size)
+
+    def _local_free_pages(self) -> int:
+        return int(self.mem_pool_host.available_size()) // self.page_size
+
+    def _check_ledger(self) -> None:
+        booked = self.ledger.free_pages[self.layout.lane] + self._surplus_pages
+        actual = self._local_free_pages()
+        if booked != actual:
+            raise LayoutInvariantError(f"ledger has {booked} free host pages for this rank, its host pool {actual}")
+
+    def _ack(self, completion: TransferCompletion, node_ids: list[int], tokens: int, copies: CopyPlan) -> HiCacheAck:
+        """Tokens are logical, equal on all ranks; bytes are what this rank moves."""
+        return HiCacheAck(
+            start_event=completion.start_event,
+            finish_event=completion.finish_event,
+            node_ids=node_ids,
+            num_tokens=tokens,
+            timing_enabled=completion.timing_enabled,
+            num_tokens_by_pool={PoolName.KV.value: tokens},
+            num_bytes=copies.tokens * self.transfer.bytes_per_token,
+        )

@@ -1,0 +1,53 @@
+"""What the scheduler asks of a cache about the storage (L3) tier, answered for a cache that has none.
+
+A storage backend is refused at construction and at run time: no strategy can name its pages for one yet.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle
+
+_REFUSAL = "--kv-layout-strategy {layout} does not support --hicache-storage-backend {backend}; accepted: none"
+
+
+class NoStorageTier:
+    """Mixin with the scheduler's storage calls. Nothing is ever prefetched, attached or stored."""
+
+    enable_storage = False
+    enable_storage_metrics = False
+    hicache_storage_pass_prefix_keys = False
+    _layout_name: str
+
+    def attach_storage_backend(self, storage_backend: str, **_settings: object) -> tuple[bool, str]:
+        """Refuse, naming both settings; nothing is changed."""
+        return False, _REFUSAL.format(layout=self._layout_name, backend=storage_backend)
+
+    def detach_storage_backend(self) -> tuple[bool, str]:
+        """There is none to detach."""
+        return True, "No HiCache storage backend is attached."
+
+    def clear_storage_backend(self) -> bool:
+        """Nothing was cleared."""
+        return False
+
+    def prefetch_from_storage(self, *_request: object, **_named: object) -> None:
+        """No prefetch is started."""
+
+    def check_prefetch_progress(self, handle: CacheRequestHandle) -> bool:  # noqa: ARG002
+        """A request never waits for a prefetch."""
+        return True
+
+    def has_ongoing_prefetch(self, handle: CacheRequestHandle) -> bool:  # noqa: ARG002
+        """No prefetch is under way."""
+        return False
+
+    def pop_prefetch_loaded_tokens(self, handle: CacheRequestHandle) -> int:  # noqa: ARG002
+        """No token came from storage."""
+        return 0
+
+    def query_storage_hit_length(self, *_request: object, **_named: object) -> int:
+        """Storage holds nothing."""
+        return 0

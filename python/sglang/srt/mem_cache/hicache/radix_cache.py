@@ -1,0 +1,239 @@
+"""`HiRadixCache`: SGLang's hierarchical radix cache with a layout strategy.
+
+The layout strategy says where pages belong, the controller moves them, the tree of `radix_tree` remembers. The
+policy is the same for every layout and on every rank::
+
+      insert / hit           evict                     match + load_back
+    ───────────────▶ device ───────▶ host only ─────────────────────────────▶ device
+         │ hits reach the threshold      │ host memory is needed
+         ▼                               ▼
+      backup (locked until the ack)   deleted
+
+The way down (backup, eviction) is in `tiers`; here are construction, the way back up, and the settling of
+acknowledgements, which holds the one collective. Every quota and threshold is in logical tokens.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import TYPE_CHECKING, Generic
+
+from sglang.srt.disaggregation.kv_events import StorageMedium
+from sglang.srt.mem_cache.layouts.errors import LayoutInvariantError
+from sglang.srt.mem_cache.layouts.protocol import KVLayoutStrategy, MetadataT
+
+from .agreement import Agreement, RankAgreement
+from .allocator import slot_allocator
+from .controller import HiCacheController
+from .environment import agreement_groups, observe_environment
+from .host_pools import build_host_pool
+from .in_flight import InFlight
+from .no_storage import NoStorageTier
+from .tiers import TieredRadixTree, ack_seconds, ready_acks
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+    from sglang.srt.managers.cache_controller import HiCacheAck
+    from sglang.srt.mem_cache.base_prefix_cache import InitLoadBackParams
+    from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+    from sglang.srt.mem_cache.layouts.pages import PageArray
+
+    from .settings import HiCacheSettings, ShardGroup
+    from .tree_node import LayoutTreeNode
+
+logger = logging.getLogger(__name__)
+
+
+class HiRadixCache(NoStorageTier, TieredRadixTree[MetadataT], Generic[MetadataT]):
+    """A radix cache with a host tier whose pages a layout strategy places.
+
+    `layout` is the one strategy object that allocator, controller and tree share; `group` the ranks that it
+    shards over. `agreement` replaces SGLang's process groups as the way to compare ranks. Raises `LayoutConfigError`, before any host memory is taken, if the strategy refuses the pool,
+    the allocator, the group or the storage backend.
+    """
+
+    def __init__(
+        self,
+        params: CacheInitParams,
+        *,
+        layout: KVLayoutStrategy[MetadataT],
+        settings: HiCacheSettings,
+        group: ShardGroup,
+        agreement: Agreement | None = None,
+    ) -> None:
+        allocator = params.token_to_kv_pool_allocator
+        self.slots = slot_allocator(allocator)
+        layout.validate(observe_environment(params, self.slots, settings, group))
+        self.settings = settings
+        self._layout_name = layout.name
+        self.agreement = agreement or RankAgreement(
+            agreement_groups(params),
+            pp_group=params.pp_cache_group,
+            pp_rank=params.pp_rank,
+            pp_size=params.pp_size,
+        )
+        self.token_to_kv_pool_host = build_host_pool(
+            allocator.get_kvcache(),
+            ratio=settings.host_ratio,
+            size_gb=settings.host_gb,
+            page_size=layout.page_size,
+            mem_layout=settings.mem_layout,
+        )
+        self.load_cache_event = threading.Event()
+        self.cache_controller: HiCacheController[MetadataT] = HiCacheController(
+            layout=layout,
+            params=params,
+            slots=self.slots,
+            host_pool=self.token_to_kv_pool_host,
+            agreement=self.agreement,
+            settings=settings,
+            load_cache_event=self.load_cache_event,
+        )
+        self.in_flight: InFlight[MetadataT] = InFlight()
+        super().__init__(params, layout)
+
+    def reset(self) -> None:
+        """Drop the whole cache, transfers under way included, and give all host memory back.
+
+        Slots are not freed: SGLang clears the slot allocator beside the tree.
+        """
+        self.cache_controller.reset()
+        self.in_flight.clear()
+        super().reset()
+
+    def release_host_resources(self) -> None:
+        """Unregister pinned host memory before the process ends."""
+        self.token_to_kv_pool_host.destroy()
+
+    # Load back.
+
+    def load_back(self, node: LayoutTreeNode[MetadataT], mem_quota: int | None = None) -> torch.Tensor | None:
+        """Bring `node` and its evicted ancestors back to the device; all of them or none.
+
+        Returns their slots, int64, on the pool's device, with the copy queued until `ready_to_load_host_cache`,
+        or None, with every lock as before, if the hit is below the threshold, above `mem_quota` (logical
+        tokens that the caller may use), or finds no room.
+        """
+        nodes: list[LayoutTreeNode[MetadataT]] = []
+        above = node
+        while above.value is None:
+            nodes.insert(0, above)
+            if above.parent is None:
+                raise LayoutInvariantError(f"node {node.id} has no ancestor on the device")
+            above = above.parent
+        host_hit_length = sum(evicted.host_len for evicted in nodes)
+        locked = self._lock(above, 1)
+        over_quota = mem_quota is not None and host_hit_length > mem_quota + locked
+        if host_hit_length < self.settings.load_back_threshold or over_quota:
+            self._lock(above, -1)
+            return None
+        slot_pages = self._load_nodes(nodes, node.id)
+        self._lock(above, -1)
+        if slot_pages is None:
+            return None
+        value = self._give_slots(nodes, slot_pages)
+        self.in_flight.begin_load(node, above)
+        self._lock(node, 1)
+        return value
+
+    def _load_nodes(self, nodes: Sequence[LayoutTreeNode[MetadataT]], load_id: int) -> PageArray | None:
+        """Allocate and queue, evicting if a lane is short. The nodes stay protected if, and only if, it works."""
+        parts = [_metadata_of(node) for node in nodes]
+        for node in nodes:
+            node.protect_host()
+            self._refresh(node)
+        slot_pages = self.cache_controller.load(parts, node_id=load_id)
+        if slot_pages is None:
+            self._make_device_room(self.layout.load_lanes(parts))
+            slot_pages = self.cache_controller.load(parts, node_id=load_id)
+        if slot_pages is None:
+            logger.warning(
+                "load_back: no room for %d tokens of node %d after eviction; they are recomputed (evictable tokens: %d)",
+                sum(part.logical_len for part in parts),
+                load_id,
+                self.evictable_size_,
+            )
+            self._unprotect(nodes)
+        return slot_pages
+
+    def _give_slots(self, nodes: Sequence[LayoutTreeNode[MetadataT]], slot_pages: PageArray) -> torch.Tensor:
+        value = self.slots.slots(slot_pages)
+        page = 0
+        for node in nodes:
+            pages = node.tokens // self.page_size
+            own = slot_pages[page : page + pages].copy()
+            self._put_on_device(node, value[page * self.page_size : (page + pages) * self.page_size].clone(), own)
+            self.kv_events.record_store(node, medium=StorageMedium.GPU)
+            page += pages
+        return value
+
+    def _unprotect(self, nodes: Sequence[LayoutTreeNode[MetadataT]]) -> None:
+        for node in nodes:
+            node.release_host()
+            self._refresh(node)
+
+    def init_load_back(self, params: InitLoadBackParams) -> tuple[torch.Tensor, LayoutTreeNode[MetadataT]]:
+        """Load back what a match found on the host. Returns the new slots and the deepest node on the device."""
+        node: LayoutTreeNode[MetadataT] = params.best_match_node
+        if node.value is None:
+            value = self.load_back(node, params.mem_quota)
+            if value is not None:
+                return value, node
+        while node.value is None and node.parent is not None:
+            node = node.parent
+        return self._empty_match_result.device_indices, node
+
+    def ready_to_load_host_cache(self) -> int:
+        """Start the queued loads; returns the layer counter to wait on, or -1."""
+        return self.cache_controller.start_loading()
+
+    # Acknowledgements.
+
+    def check_hicache_events(self) -> None:
+        """Settle the transfers that have finished on every rank: one reduction, whatever is pending."""
+        controller = self.cache_controller
+        writes, loads = self.agreement.minimum(
+            [ready_acks(controller.ack_write_queue), ready_acks(controller.ack_load_queue)]
+        )
+        self._settle_writes(writes)
+        self._settle_loads(loads)
+
+    def loading_check(self) -> None:
+        """Settle finished loads."""
+        self._settle_loads(self.agreement.minimum([ready_acks(self.cache_controller.ack_load_queue)])[0])
+
+    def _settle_loads(self, count: int) -> None:
+        for _ in range(count):
+            ack = self.cache_controller.ack_load_queue.pop(0)
+            ack.finish_event.synchronize()
+            for load_id in ack.node_ids:
+                load = self.in_flight.end_load(load_id)
+                self._unprotect(list(load.nodes()))
+                self._lock(load.last, -1)
+            if self.metrics_collector is not None:
+                self._report_load(ack)
+
+    def is_load_back_event_done(self, consumer_index: int) -> bool:
+        """Whether this rank's load with that layer counter has ended. Local: it settles nothing."""
+        if consumer_index < 0:
+            return True
+        return self.cache_controller.layer_done_counter.events[consumer_index].finish_event.query()
+
+    def _report_load(self, ack: HiCacheAck) -> None:
+        if self.metrics_collector is None:
+            return
+        for pool, tokens in (ack.num_tokens_by_pool or {}).items():
+            self.metrics_collector.increment_load_back_num_tokens(num_tokens=tokens, pool=pool)
+        self.metrics_collector.increment_load_back_num_bytes(ack.num_bytes)
+        if ack.timing_enabled:
+            self.metrics_collector.observe_load_back_duration(ack_seconds(ack))
+
+
+def _metadata_of(node: LayoutTreeNode[MetadataT]) -> MetadataT:
+    if node.metadata is None:
+        raise LayoutInvariantError(f"node {node.id} has left the device without a host copy")
+    return node.metadata

@@ -1,0 +1,338 @@
+"""`LayoutRadixTree`: the tree itself. Matching, insertion, splitting, locks and who may be evicted.
+
+It extends SGLang's `RadixCache` (which keeps the request-level calls) and knows two tiers only as states of
+its nodes; moving nodes between tiers is `radix_cache.HiRadixCache`'s work. All state is a function of the
+calls made, never of a clock or of this rank, so equal calls give equal trees on all ranks.
+"""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+import torch
+
+from sglang.srt.mem_cache.base_prefix_cache import DecLockRefResult, IncLockRefResult, InsertResult, MatchResult
+from sglang.srt.mem_cache.layouts.errors import LayoutInvariantError
+from sglang.srt.mem_cache.layouts.pages import NO_PAGES, PageArray, pages_of_tokens
+from sglang.srt.mem_cache.layouts.protocol import KVLayoutStrategy, MetadataT
+from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
+from sglang.srt.mem_cache.utils import compute_node_hash_values, split_node_hash_value
+
+from .eviction import EvictionOrder
+from .tree_node import LayoutTreeNode
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from sglang.srt.mem_cache.base_prefix_cache import DecLockRefParams, InsertParams, MatchPrefixParams
+    from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+
+ItemT = TypeVar("ItemT")
+
+
+class LayoutRadixTree(RadixCache, Generic[MetadataT]):
+    """A radix tree over whole pages whose nodes may lie on the device, on the host, or both.
+
+    Invariants: a node on the device has its whole prefix on the device; `evictable_size_` and
+    `protected_size_` count the logical tokens on the device that are unlocked and locked.
+    """
+
+    root_node: LayoutTreeNode[MetadataT]
+
+    def __init__(self, params: CacheInitParams, layout: KVLayoutStrategy[MetadataT]) -> None:
+        self.layout = layout
+        super().__init__(params)  # calls reset()
+
+    def reset(self) -> None:
+        """An empty tree. Slots and host pages are the caller's to free."""
+        self._tick = 0
+        self._next_id = 0
+        self.device_order: EvictionOrder[LayoutTreeNode[MetadataT]] = EvictionOrder(self.eviction_strategy.get_priority)
+        self.host_order: EvictionOrder[LayoutTreeNode[MetadataT]] = EvictionOrder(self.eviction_strategy.get_priority)
+        self.evictable_size_ = 0
+        self.protected_size_ = 0
+        self.root_node = self._new_node(RadixKey(array("q")), priority=-sys.maxsize)
+        self.root_node.value = torch.empty(0, dtype=torch.int64, device=self.device)
+        self.root_node.lock_ref = 1
+        self.root_node.hash_value = []
+        self._empty_match_result = MatchResult(
+            device_indices=self.root_node.value,
+            last_device_node=self.root_node,
+            last_host_node=self.root_node,
+            best_match_node=self.root_node,
+        )
+        self.kv_events.record_all_cleared()
+
+    # Matching.
+
+    def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
+        """Longest cached prefix of a key, on the device and, below that, on the host.
+
+        A node is split if the match ends inside it. `device_indices` are slots; `host_hit_length` counts the
+        logical tokens that only the host has.
+        """
+        key, _ = params.key.maybe_to_bigram_view(self.is_eagle)
+        key = key.page_aligned(self.page_size)
+        if self.disable or len(key) == 0:
+            return self._empty_match_result
+        values: list[torch.Tensor] = []
+        last_node = self._walk(key, values)
+        host_hit_length = 0
+        device_node = last_node
+        while device_node.value is None:
+            host_hit_length += device_node.host_len
+            device_node = _parent(device_node)
+        host_node = last_node
+        while not host_node.backuped:
+            host_node = _parent(host_node)
+        return MatchResult(
+            device_indices=torch.cat(values) if values else self._empty_match_result.device_indices,
+            last_device_node=device_node,
+            last_host_node=host_node,
+            best_match_node=host_node,
+            host_hit_length=host_hit_length,
+        )
+
+    def _walk(self, key: RadixKey, values: list[torch.Tensor]) -> LayoutTreeNode[MetadataT]:
+        tick = self._now()
+        node = self.root_node
+        node.last_access_time = tick
+        matched = 0
+        while matched < len(key):
+            child = node.children.get(key.child_key_at(matched, self.page_size))
+            if child is None:
+                break
+            shared = child.key.match_at(key, matched, self.page_size)
+            child.last_access_time = tick
+            self._touch(child)
+            node = self._split_node(child.key, child, shared) if shared < child.tokens else child
+            matched += shared
+            if node.value is not None:
+                values.append(node.value)
+            if node is not child:
+                break
+        return node
+
+    # Insertion.
+
+    def insert(self, params: InsertParams) -> InsertResult:
+        """Put a chain of slots into the tree; `value` is one slot a token, int64, on the pool's device.
+
+        Nodes that had left the device get the new slots. `prefix_len` counts the tokens whose slots the tree had
+        already: the caller frees its duplicates of those. The rest belongs to the tree from now on.
+        """
+        if self.disable:
+            return InsertResult(prefix_len=0)
+        key, value = params.key.maybe_to_bigram_view(self.is_eagle, params.value)
+        key = key.page_aligned(self.page_size)
+        if len(key) == 0:
+            return InsertResult(prefix_len=0)
+        if value is None or len(value) < len(key):
+            raise LayoutInvariantError(f"insert of {len(key)} tokens came with {0 if value is None else len(value)} slots")
+        return self._insert_slots(key, value[: len(key)], params.priority or 0, params.chunked)
+
+    def _insert_slots(self, key: RadixKey, value: torch.Tensor, priority: int, chunked: bool) -> InsertResult:
+        tick = self._now()
+        node = self.root_node
+        at, duplicates = 0, 0
+        while at < len(key):
+            child = node.children.get(key.child_key_at(at, self.page_size))
+            if child is None:
+                break
+            shared = child.key.match_at(key, at, self.page_size)
+            child.last_access_time = tick
+            child.priority = max(child.priority, priority)
+            self._touch(child)
+            node = self._split_node(child.key, child, shared) if shared < child.tokens else child
+            if node.value is None:
+                self._put_on_device(node, value[at : at + shared].clone())
+                self.kv_events.record_store(node)
+            else:
+                duplicates += shared
+                self._on_hit(node, chunked)
+            at += shared
+        if at < len(key):
+            node = self._add_leaf(node, key[at:], value[at:].clone(), priority, tick)
+            self._on_hit(node, chunked)
+        return InsertResult(prefix_len=duplicates, last_device_node=node)
+
+    def _add_leaf(
+        self, parent: LayoutTreeNode[MetadataT], key: RadixKey, value: torch.Tensor, priority: int, tick: int
+    ) -> LayoutTreeNode[MetadataT]:
+        leaf = self._new_node(key, priority=priority, tick=tick)
+        leaf.parent = parent
+        parent.children[key.child_key(self.page_size)] = leaf
+        self._put_on_device(leaf, value)
+        if self.kv_events.enabled:
+            leaf.hash_value = compute_node_hash_values(leaf, self.page_size)
+        self.kv_events.record_store(leaf)
+        return leaf
+
+    def _on_hit(self, node: LayoutTreeNode[MetadataT], chunked: bool) -> None:
+        """A request reused or created `node`. Chunks of one request do not count as hits of each other."""
+        if not chunked:
+            node.hit_count += 1
+            self._touch(node)
+
+    # Structure.
+
+    def _split_node(
+        self, key: RadixKey, child: LayoutTreeNode[MetadataT], split_len: int
+    ) -> LayoutTreeNode[MetadataT]:
+        """Insert a node above `child` that takes over its first `split_len` tokens, and return it.
+
+        Slots and metadata are divided, by the strategy where it is metadata; locks and host protection hold
+        for both halves; hit count and priority are inherited.
+        """
+        upper = self._new_node(key[:split_len], priority=child.priority, tick=self._tick)
+        upper.hit_count = child.hit_count
+        upper.lock_ref = child.lock_ref
+        upper.host_ref_counter = child.host_ref_counter
+        upper.hash_value, child.hash_value = split_node_hash_value(child.hash_value, split_len, self.page_size)
+        upper.event_hash_value, child.event_hash_value = split_node_hash_value(
+            child.event_hash_value, split_len, self.page_size
+        )
+        value, slot_pages, metadata = child.value, child.slot_pages, child.metadata
+        child.clear_slots()
+        child.clear_metadata()
+        upper.parent = child.parent
+        _parent(child).children[key.child_key(self.page_size)] = upper
+        child.parent = upper
+        child.key = key[split_len:]
+        upper.children[child.key.child_key(self.page_size)] = child
+        if value is not None:
+            pages = split_len // self.page_size
+            upper.set_slots(value[:split_len].clone(), slot_pages[:pages].copy())
+            child.set_slots(value[split_len:].clone(), slot_pages[pages:].copy())
+        if metadata is not None:
+            first, rest = self.layout.split(metadata, split_len)
+            upper.set_metadata(first)
+            child.set_metadata(rest)
+        self._after_split(upper, child)
+        self._refresh(upper)
+        self._refresh(child)
+        return upper
+
+    def _after_split(self, upper: LayoutTreeNode[MetadataT], child: LayoutTreeNode[MetadataT]) -> None:
+        """Hook: work under way on `child` now concerns `upper` too."""
+
+    def _unlink(self, node: LayoutTreeNode[MetadataT]) -> None:
+        """Take a node that holds nothing out of the tree, and with it all below."""
+        parent = _parent(node)
+        removed = parent.children.pop(node.key.child_key(self.page_size), None)
+        if removed is not node:
+            raise LayoutInvariantError(f"node {node.id} is not the child of node {parent.id} under its own key")
+        self._refresh(parent)
+
+    def _put_on_device(
+        self, node: LayoutTreeNode[MetadataT], value: torch.Tensor, slot_pages: PageArray | None = None
+    ) -> None:
+        pages = pages_of_tokens(value, self.page_size) if slot_pages is None else slot_pages
+        if len(pages) * self.page_size != node.tokens:
+            raise LayoutInvariantError(f"node {node.id} of {node.tokens} tokens was given {len(pages)} slot pages")
+        node.set_slots(value, pages)
+        self._count(node, node.tokens)
+        self._refresh_path(node)
+
+    def _take_off_device(self, node: LayoutTreeNode[MetadataT]) -> PageArray:
+        """Make a node leave the device; its slot pages are the caller's to free."""
+        slot_pages = node.slot_pages
+        self._count(node, -node.tokens)
+        node.clear_slots()
+        self._refresh_path(node)
+        return slot_pages
+
+    def _count(self, node: LayoutTreeNode[MetadataT], tokens: int) -> None:
+        if node.lock_ref > 0:
+            self.protected_size_ += tokens
+        else:
+            self.evictable_size_ += tokens
+
+    # Locks.
+
+    def inc_lock_ref(self, node: LayoutTreeNode[MetadataT]) -> IncLockRefResult:
+        """Keep `node` and its prefix from eviction. `delta` is the change of the evictable tokens (<= 0)."""
+        return IncLockRefResult(delta=0 if self.disable else self._lock(node, 1))
+
+    def dec_lock_ref(
+        self,
+        node: LayoutTreeNode[MetadataT],
+        params: DecLockRefParams | None = None,  # noqa: ARG002
+    ) -> DecLockRefResult:
+        """Undo one `inc_lock_ref`. `delta` is the change of the evictable tokens (>= 0).
+
+        Raises `LayoutInvariantError`, with nothing changed above the node in question, if it is not locked.
+        """
+        return DecLockRefResult(delta=0 if self.disable else self._lock(node, -1))
+
+    def _lock(self, node: LayoutTreeNode[MetadataT], step: int) -> int:
+        before = self.evictable_size_
+        while not node.is_root:
+            if node.lock_ref + step < 0:
+                raise LayoutInvariantError(f"node {node.id} is unlocked {-step} times but holds {node.lock_ref} locks")
+            on_device = node.tokens if node.value is not None else 0
+            self._count(node, -on_device)
+            node.lock_ref += step
+            self._count(node, on_device)
+            self._refresh(node)
+            node = _parent(node)
+        if node is not self.root_node:
+            raise LayoutInvariantError("a node of another tree was locked or unlocked; was the cache reset?")
+        return self.evictable_size_ - before
+
+    # Eviction orders.
+
+    def _refresh(self, node: LayoutTreeNode[MetadataT]) -> None:
+        """Make both eviction orders right for `node` after any change of its state."""
+        (self.device_order.add if node.is_device_leaf else self.device_order.discard)(node)
+        (self.host_order.add if node.is_host_leaf else self.host_order.discard)(node)
+
+    def _refresh_path(self, node: LayoutTreeNode[MetadataT]) -> None:
+        self._refresh(node)
+        self._refresh(_parent(node))
+
+    def _touch(self, node: LayoutTreeNode[MetadataT]) -> None:
+        """Move `node` in the eviction orders after a change of its time, hits or priority."""
+        self.device_order.touch(node)
+        self.host_order.touch(node)
+
+    # Inspection.
+
+    def evictable_size(self) -> int:
+        """Unlocked logical tokens on the device."""
+        return self.evictable_size_
+
+    def nodes(self) -> Iterator[LayoutTreeNode[MetadataT]]:
+        """Every node but the root, parents first, children in order of insertion."""
+        stack = list(reversed(self.root_node.children.values()))
+        while stack:
+            node = stack.pop()
+            yield node
+            stack.extend(reversed(node.children.values()))
+
+    def total_size(self) -> int:
+        """Logical tokens on the device."""
+        return sum(node.tokens for node in self.nodes() if node.value is not None)
+
+    def all_values_flatten(self) -> torch.Tensor:
+        """Every slot that the tree holds, int64, on the pool's device."""
+        values = [node.value for node in self.nodes() if node.value is not None]
+        return torch.cat(values) if values else self._empty_match_result.device_indices
+
+    def _new_node(self, key: RadixKey, *, priority: int, tick: int | None = None) -> LayoutTreeNode[MetadataT]:
+        self._next_id += 1
+        return LayoutTreeNode(
+            node_id=self._next_id, tick=self._tick if tick is None else tick, key=key, priority=priority
+        )
+
+    def _now(self) -> int:
+        self._tick += 1
+        return self._tick
+
+
+def _parent(node: LayoutTreeNode[MetadataT]) -> LayoutTreeNode[MetadataT]:
+    if node.parent is None:
+        raise LayoutInvariantError(f"node {node.id} has no parent; the walk should have ended at the root")
+    return node.parent

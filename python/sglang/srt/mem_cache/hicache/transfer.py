@@ -1,0 +1,101 @@
+"""Performs copy plans on SGLang's host pools.
+
+Runs become row indices once, and the same indices serve every pool that shares the KV pool's pages: the DSA
+index moves with its KV rows::
+
+    CopyPlan --> host rows, device rows --> [ KV pool, index pool ] --> one pair of events
+
+SGLang's transfer engine owns the streams and issues the copies. An empty plan issues none but still records
+every event, so a rank that owns nothing completes like the others.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from sglang.srt.mem_cache.l2_transfer import L2Transfer, L2TransferEngine
+from sglang.srt.mem_cache.layouts.errors import LayoutConfigError
+from sglang.srt.mem_cache.layouts.pages import tokens_of_pages
+from sglang.srt.mem_cache.pool_host import HostPoolGroup, PoolEntry
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+
+    from sglang.srt.managers.cache_controller import LayerLoadingEvent
+    from sglang.srt.mem_cache.l2_transfer import TransferCompletion
+    from sglang.srt.mem_cache.layouts.plans import CopyPlan
+    from sglang.srt.mem_cache.memory_pool import KVCache
+
+    from .host_pools import AnyHostPool
+
+DIRECT_LAYOUTS = ("layer_first", "page_first_direct")
+
+
+class HostTransfer:
+    """Copies between one rank's device pool and its host pools.
+
+    Raises `LayoutConfigError` if `io_backend` cannot address the host pool's memory layout.
+    """
+
+    def __init__(self, *, host_pool: AnyHostPool, device_pool: KVCache, io_backend: str) -> None:
+        if io_backend not in ("kernel", "direct"):
+            raise LayoutConfigError(f"--hicache-io-backend must be one of kernel, direct, got {io_backend!r}")
+        if io_backend == "direct" and host_pool.layout not in DIRECT_LAYOUTS:
+            raise LayoutConfigError(
+                f"--hicache-io-backend direct needs --hicache-mem-layout {' or '.join(DIRECT_LAYOUTS)}, "
+                f"got {host_pool.layout!r}"
+            )
+        self._pairs: list[tuple[PoolEntry, int]] = [
+            (entry, entry.host_pool.size_per_token) for entry in _entries(host_pool, device_pool)
+        ]
+        self._index_device = device_pool.device if io_backend == "kernel" else "cpu"
+        self._layers = device_pool.layer_num
+        self.engine = L2TransferEngine(io_backend)
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes that one token moves, all layers and all pools."""
+        return sum(size for _, size in self._pairs)
+
+    def back_up(self, copies: CopyPlan) -> TransferCompletion:
+        """Submit device to host. Returns at once; the events tell when the copy runs and ends."""
+        return self.engine.submit_device_to_host(self._transfers(copies))
+
+    def load(self, copies: CopyPlan, producer: LayerLoadingEvent) -> TransferCompletion:
+        """Submit host to device, layer by layer; `producer` records an event after each layer."""
+        return self.engine.submit_host_to_device(
+            self._transfers(copies),
+            start_event=producer.start_event,
+            on_layer_done=producer.complete,
+            layer_num=self._layers,
+        )
+
+    def _transfers(self, copies: CopyPlan) -> list[L2Transfer]:
+        if not copies.pages:
+            return []
+        host_rows = self._indices(tokens_of_pages(copies.host_pages(), copies.page_size))
+        device_rows = self._indices(tokens_of_pages(copies.device_pages(), copies.page_size))
+        return [
+            L2Transfer(
+                host_pool=entry.host_pool,
+                device_pool=entry.device_pool,
+                host_indices=host_rows,
+                device_indices=device_rows,
+                layer_mapper=entry.layer_mapper,
+            )
+            for entry, _ in self._pairs
+        ]
+
+    def _indices(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows.to(self._index_device, non_blocking=True)
+
+
+def _entries(host_pool: AnyHostPool, device_pool: KVCache) -> list[PoolEntry]:
+    if isinstance(host_pool, HostPoolGroup):
+        return host_pool.entries
+    every_layer: Callable[[int], int | None] = lambda layer: layer  # noqa: E731
+    from sglang.srt.mem_cache.hicache_storage import PoolName
+
+    return [PoolEntry(name=PoolName.KV, host_pool=host_pool, device_pool=device_pool, layer_mapper=every_layer)]

@@ -1,0 +1,121 @@
+"""`LayoutTreeNode`: one radix-tree node with its slots on the device and its metadata for the host.
+
+A node is in one of four states::
+
+    slots on the device   metadata    state
+    yes                   no          only on the device
+    yes                   yes         backed up (or the copy is under way and the node is locked)
+    no                    yes         evicted, can be loaded back
+    no                    no          deleted
+
+Counters of children that are on the device and on the host make "is a leaf" a question of O(1).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Generic
+
+import torch
+
+from sglang.srt.mem_cache.layouts.pages import NO_PAGES, PageArray
+from sglang.srt.mem_cache.layouts.protocol import MetadataT
+from sglang.srt.mem_cache.radix_cache import TreeNode
+
+if TYPE_CHECKING:
+    from sglang.srt.mem_cache.radix_cache import RadixKey
+
+
+class LayoutTreeNode(TreeNode, Generic[MetadataT]):
+    """A tree node whose host copy is described by a strategy's metadata.
+
+    `value` are the logical slots, int64, shape ``[tokens]``, on the pool's device, or None if evicted;
+    `slot_pages` are the same as page numbers in host memory, empty if evicted. `metadata` is None if the node
+    has no host copy. Times are ticks of the tree's logical clock, equal on all ranks.
+    """
+
+    parent: LayoutTreeNode[MetadataT] | None
+    key: RadixKey
+
+    def __init__(self, *, node_id: int, tick: int, key: RadixKey, priority: int = 0) -> None:
+        super().__init__(id=node_id, priority=priority)
+        self.children: dict[object, LayoutTreeNode[MetadataT]] = {}  # no defaultdict: a look-up creates nothing
+        self.key = key
+        self.last_access_time = tick
+        self.creation_time = tick
+        self.slot_pages: PageArray = NO_PAGES
+        self.metadata: MetadataT | None = None
+        self.device_children = 0
+        self.host_children = 0
+
+    @property
+    def tokens(self) -> int:
+        """Logical tokens of the node."""
+        return len(self.key)
+
+    @property
+    def is_root(self) -> bool:
+        """Whether this is the tree's root, which holds no tokens."""
+        return self.parent is None
+
+    @property
+    def backuped(self) -> bool:
+        """Whether a host copy exists; SGLang's spelling. The root counts as backed up."""
+        return self.metadata is not None or self.parent is None
+
+    @property
+    def host_len(self) -> int:
+        """Logical tokens of the host copy, 0 without one; equal on all ranks."""
+        return 0 if self.metadata is None else self.metadata.logical_len
+
+    @property
+    def host_value(self) -> torch.Tensor | None:
+        """SGLang's legacy field: host indices of every token where the layout has them, else None."""
+        return None if self.metadata is None else self.metadata.legacy_host_value
+
+    @host_value.setter
+    def host_value(self, value: None) -> None:
+        """SGLang's constructor sets None; anything else must come as metadata."""
+        if value is not None:
+            raise TypeError(f"host_value is derived from metadata, got {type(value).__name__}")
+
+    def set_slots(self, value: torch.Tensor, slot_pages: PageArray) -> None:
+        """Put the node on the device."""
+        if self.value is None and self.parent is not None:
+            self.parent.device_children += 1
+        self.value = value
+        self.slot_pages = slot_pages
+
+    def clear_slots(self) -> None:
+        """Take the node off the device; its slots are the caller's to free."""
+        if self.value is not None and self.parent is not None:
+            self.parent.device_children -= 1
+        self.value = None
+        self.slot_pages = NO_PAGES
+
+    def set_metadata(self, metadata: MetadataT) -> None:
+        """Record a host copy."""
+        if self.metadata is None and self.parent is not None:
+            self.parent.host_children += 1
+        self.metadata = metadata
+
+    def clear_metadata(self) -> None:
+        """Forget the host copy; its host pages are the caller's to free."""
+        if self.metadata is not None and self.parent is not None:
+            self.parent.host_children -= 1
+        self.metadata = None
+
+    @property
+    def is_device_leaf(self) -> bool:
+        """On the device, unlocked, with no child on the device: can be evicted from it."""
+        return self.value is not None and self.lock_ref == 0 and self.device_children == 0 and not self.is_root
+
+    @property
+    def is_host_leaf(self) -> bool:
+        """Only on the host, neither locked nor protected, with no child on the host: can be deleted."""
+        return (
+            self.value is None
+            and self.metadata is not None
+            and self.lock_ref == 0
+            and self.host_ref_counter == 0
+            and self.host_children == 0
+        )

@@ -1,0 +1,48 @@
+"""Refusals that strategies share. Each names both settings and what to do."""
+
+from __future__ import annotations
+
+from .config import GroupKind, LayoutEnvironment, PoolKind
+from .errors import LayoutConfigError
+
+SERVED_POOLS = (PoolKind.DSA, PoolKind.MLA, PoolKind.MHA)
+
+
+def refuse_storage(layout: str, environment: LayoutEnvironment) -> None:
+    """Refuse a storage backend: silent fallback would store pages under keys that do not describe them."""
+    if environment.storage_backend is not None:
+        raise LayoutConfigError(
+            f"--kv-layout-strategy {layout} does not support --hicache-storage-backend "
+            f"{environment.storage_backend}: it cannot name its pages for a storage tier; "
+            "drop --hicache-storage-backend (accepted: none)"
+        )
+
+
+def refuse_unknown_pool(layout: str, environment: LayoutEnvironment) -> None:
+    """Refuse device pools whose pages the host tier cannot describe."""
+    if environment.pool_kind not in SERVED_POOLS:
+        accepted = ", ".join(kind.value.upper() for kind in SERVED_POOLS)
+        hint = " (--enable-hisparse)" if environment.pool_kind is PoolKind.HISPARSE else ""
+        raise LayoutConfigError(
+            f"--kv-layout-strategy {layout} does not support the KV pool {environment.pool_class}{hint}; "
+            f"accepted pools: {accepted}"
+        )
+
+
+def refuse_divergent_content(layout: str, environment: LayoutEnvironment) -> None:
+    """Refuse a pool whose content differs between the ranks of the group: one copy could not serve all."""
+    if environment.pool_kind is PoolKind.MHA and environment.group_kind is GroupKind.ATTENTION_TP:
+        raise LayoutConfigError(
+            f"--kv-layout-strategy {layout} does not support the KV pool {environment.pool_class} with "
+            f"--tp-size {environment.group_size}: every rank holds other heads; accepted: a context-parallel "
+            "group (--attention-context-parallel-size), or an MLA or DSA model"
+        )
+
+
+def refuse_mismatch(layout: str, what: str, ours: int, theirs: int) -> None:
+    """Refuse a size on which layout and serving side disagree."""
+    if ours != theirs:
+        raise LayoutConfigError(
+            f"--kv-layout-strategy {layout} was built for {what} {ours}, but the server has {what} {theirs}; "
+            f"accepted: {ours}"
+        )

@@ -1,0 +1,179 @@
+"""The contract between a layout strategy and the cache that uses it.
+
+A *layout strategy* decides which rank of a shard group owns which page and what must be copied where.
+It owns the plans and the metadata; it touches no pool, stream or process group. The tree and the
+controller call it and never ask which strategy they have.
+
+How one node lives, and who answers:
+
+    insert      chain_base, extend_lanes   which owners the new pages of a chain must have
+    backup      plan_backup                demand on every rank, rows that this rank copies
+                finish_backup              host pages in hand: the node's metadata
+    split       split / concat             metadata of the two halves
+    load back   load_lanes                 owners that the new slots must have
+                plan_load                  host pages to rows
+    evict       metadata.pages_per_rank    what every rank gets back
+
+**Agreement.** Everything that the methods below return, except `BackupPlan.device_pages`, the metadata's
+host pages and `LoadPlan.copies`, must be equal on all ranks of the group for equal arguments. The cache
+turns these answers into admissions and evictions without asking the other ranks.
+
+**Lanes.** A *lane* is the free list of one owner. A strategy with one copy of everything on each rank has
+one lane. Arrays are numpy, in host memory, one number a page; see `pages`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from typing import Self
+
+    import torch
+
+    from .config import LayoutEnvironment
+    from .pages import LaneArray, PageArray
+    from .plans import BackupPlan, LoadPlan
+
+
+class NodeMetadata(Protocol):
+    """Where the host copy of one tree node lies, seen from one rank. Immutable."""
+
+    @property
+    def logical_len(self) -> int:
+        """Tokens of the node, whoever owns them; equal on all ranks."""
+        ...
+
+    @property
+    def host_pages(self) -> PageArray:
+        """This rank's host pages in node order, int64, shape ``[owned pages]``; may be empty."""
+        ...
+
+    @property
+    def pages_per_rank(self) -> tuple[int, ...]:
+        """Host pages that the node holds in each lane; equal on all ranks."""
+        ...
+
+    @property
+    def legacy_host_value(self) -> torch.Tensor | None:
+        """What SGLang's ``TreeNode.host_value`` means: CPU int64 host indices of *every* token, or None.
+
+        None under every strategy whose host rows are not one a token.
+        """
+        ...
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of arrays that this object keeps alive."""
+        ...
+
+    def split(self, split_len: int) -> tuple[Self, Self]:
+        """Metadata of the first `split_len` tokens and of the rest, sharing no memory with this one.
+
+        Either half may be empty. Raises `LayoutConfigError` (a ``ValueError``) if `split_len` is outside
+        ``[0, logical_len]`` or no multiple of the page size.
+        """
+        ...
+
+
+MetadataT = TypeVar("MetadataT", bound=NodeMetadata)
+
+
+class KVLayoutStrategy(Protocol[MetadataT]):
+    """Which rank owns which page, and what a backup, a split and a load-back do about it."""
+
+    @property
+    def name(self) -> str:
+        """The name that selects it, for messages."""
+        ...
+
+    @property
+    def page_size(self) -> int:
+        """Tokens a page."""
+        ...
+
+    @property
+    def lane_count(self) -> int:
+        """Number of owners; 1 if every rank holds everything."""
+        ...
+
+    @property
+    def lane(self) -> int:
+        """The lane whose pages this rank stores, in ``[0, lane_count)``."""
+        ...
+
+    def validate(self, environment: LayoutEnvironment) -> None:
+        """Raise `LayoutConfigError` naming both settings if pool, allocator, group or backend do not fit."""
+        ...
+
+    def logical_tokens(self, physical_tokens: int) -> int:
+        """Slots that a device pool of `physical_tokens` rows on every rank provides together."""
+        ...
+
+    def chain_base(self, first_page: bytes, namespace: str) -> int:
+        """Lane of the first page of a chain, from the content of that page and its cache namespace.
+
+        A pure function of its arguments in every process, so that all ranks and concurrent requests with
+        the same prefix agree.
+        """
+        ...
+
+    def extend_lanes(self, base: int, first_page: int, pages: int) -> LaneArray:
+        """Lanes of pages ``first_page .. first_page + pages - 1`` of a chain that starts in lane `base`."""
+        ...
+
+    def lanes_of(self, slot_pages: PageArray) -> LaneArray:
+        """Lane of each existing logical page, shape ``[pages]``."""
+        ...
+
+    def plan_backup(self, slot_pages: PageArray) -> BackupPlan:
+        """Plan the backup of a node whose logical pages are `slot_pages`, shape ``[pages]``.
+
+        Raises `LayoutConfigError` if a page is reserved. Allocates nothing.
+        """
+        ...
+
+    def finish_backup(self, plan: BackupPlan, host_pages: PageArray) -> MetadataT:
+        """The node's metadata after `host_pages`, shape ``[plan.owned_pages]``, were allocated for `plan`.
+
+        Raises `LayoutInvariantError` if the number of pages differs.
+        """
+        ...
+
+    def split(self, metadata: MetadataT, split_len: int) -> tuple[MetadataT, MetadataT]:
+        """Divide metadata at `split_len` tokens; see `NodeMetadata.split`."""
+        ...
+
+    def concat(self, parts: Sequence[MetadataT]) -> MetadataT:
+        """Inverse of repeated `split`: metadata of a node that covers `parts` in order.
+
+        Raises `LayoutConfigError` for no parts.
+        """
+        ...
+
+    def load_lanes(self, parts: Sequence[MetadataT]) -> LaneArray:
+        """Lanes that the new slots of a load of `parts` must have, shape ``[pages of all parts]``.
+
+        Raises `LayoutConfigError` for no parts.
+        """
+        ...
+
+    def plan_load(self, parts: Sequence[MetadataT], slot_pages: PageArray) -> LoadPlan:
+        """Plan the load of `parts` into newly allocated logical pages, shape ``[pages of all parts]``.
+
+        Raises `LayoutInvariantError` if the pages are not as many, and in the lanes, as `load_lanes` asked for,
+        and `LayoutConfigError` for no parts or a reserved page.
+        """
+        ...
+
+
+class StorageAwareLayout(Protocol):
+    """A strategy that can also name its pages for a storage (L3) backend."""
+
+    def storage_keys(self, page_hashes: Sequence[str], lanes: LaneArray) -> Sequence[str]:
+        """One key a page of this rank, from the content hashes of a node's pages, shape ``[pages]`` both.
+
+        Keys of different owners, shard sizes or layouts must differ for the same content.
+        """
+        ...

@@ -1,0 +1,78 @@
+"""Layout strategies by name: a read-only table of lazy factories, open to other distributions.
+
+A distribution adds a strategy with an entry point in the group ``sglang.kv_layouts`` whose object is a
+callable from `LayoutConfig` to a strategy::
+
+    [project.entry-points."sglang.kv_layouts"]
+    my_layout = "my_package.layout:MyLayout.from_config"
+
+The metadata type of a strategy is erased here and nowhere else: `AnyKVLayoutStrategy`.
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import EntryPoint, entry_points
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from .errors import LayoutConfigError
+from .protocol import KVLayoutStrategy
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from .config import LayoutConfig
+
+AnyKVLayoutStrategy: TypeAlias = KVLayoutStrategy[Any]
+"""A strategy chosen by name, whose metadata type the caller does not know."""
+
+ENTRY_POINT_GROUP = "sglang.kv_layouts"
+
+
+def _identity(config: LayoutConfig) -> AnyKVLayoutStrategy:
+    from .identity import IdentityLayout
+
+    return IdentityLayout.from_config(config)
+
+
+def _cp_shared(config: LayoutConfig) -> AnyKVLayoutStrategy:
+    from .cp_shared import CpSharedLayout
+
+    return CpSharedLayout.from_config(config)
+
+
+BUILT_IN: Mapping[str, Callable[[LayoutConfig], AnyKVLayoutStrategy]] = MappingProxyType(
+    {"identity": _identity, "cp_shared": _cp_shared}
+)
+
+
+def known_layouts() -> tuple[str, ...]:
+    """Names that `create_layout` accepts: the built-in ones first, then other distributions' by name."""
+    others = {entry.name for entry in entry_points(group=ENTRY_POINT_GROUP)} - set(BUILT_IN)
+    return (*BUILT_IN, *sorted(others))
+
+
+def create_layout(config: LayoutConfig) -> AnyKVLayoutStrategy:
+    """Build the strategy that `config.name` selects.
+
+    A built-in name cannot be taken over by another distribution. Raises `LayoutConfigError` that lists the
+    known names if there is none of that name, or names both distributions if two offer it.
+    """
+    factory = BUILT_IN.get(config.name)
+    if factory is not None:
+        return factory(config)
+    found = list(entry_points(group=ENTRY_POINT_GROUP, name=config.name))
+    if not found:
+        raise LayoutConfigError(
+            f"--kv-layout-strategy must be one of {', '.join(known_layouts())}, got {config.name!r}"
+        )
+    if len({entry.value for entry in found}) > 1:
+        offers = " and ".join(sorted({_offer(entry) for entry in found}))
+        raise LayoutConfigError(f"--kv-layout-strategy {config.name!r} is offered twice: {offers}; uninstall one")
+    build: Callable[[LayoutConfig], AnyKVLayoutStrategy] = found[0].load()
+    return build(config)
+
+
+def _offer(entry: EntryPoint) -> str:
+    distribution = entry.dist.name if entry.dist is not None else "an unnamed distribution"
+    return f"{distribution} ({entry.value})"

@@ -1,0 +1,351 @@
+"""The contract suite: bind it to a strategy, here or in another distribution, and run pytest.
+
+    class TestMyLayout(LayoutContract[MyMetadata]):
+        split_rules = {"page_size": same, "host_pages": joined}
+
+        def make_layout(self, *, page_size: int, shard_size: int, shard_rank: int) -> MyLayout:
+            return MyLayout(...)
+
+That is all. Each test builds one strategy for every rank of a group and holds them against
+`testing_oracle.SimulatedGroup`, which replays their plans on byte arrays. Needs numpy, pytest and hypothesis
+(the extra ``dev`` of this distribution) and not SGLang.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from .errors import LayoutConfigError, LayoutInvariantError
+from .protocol import MetadataT
+from .testing_harness import LayoutCase, LayoutHarness, spans
+from .testing_metadata import (
+    SplitRule,
+    check_equal_arrays,
+    check_equal_metadata,
+    check_own_memory,
+    joined,
+    same,
+    stored_arrays,
+    stored_fields,
+    summed,
+)
+from .testing_oracle import SimulatedGroup
+
+__all__ = ["LayoutCase", "LayoutContract", "SimulatedGroup", "SplitRule", "joined", "same", "summed"]
+
+
+class LayoutContract(LayoutHarness[MetadataT]):
+    """What every layout strategy must do. Subclass it in a test module under a name that starts with ``Test``."""
+
+    # Where pages lie.
+
+    def test_reserved_pages_are_refused_and_the_others_fill_every_pool_once(self) -> None:
+        for case in self._corners():
+            row_pages = 5
+            group = self._group(case, row_pages=row_pages)
+            homes = [group.ask_home(page) for page in group.usable_pages]
+            lanes = group.layouts[0].lane_count
+            assert len(set(homes)) == len(homes), f"{case}: two logical pages share a row page"
+            assert set(homes) == {(lane, row) for lane in range(lanes) for row in range(1, row_pages + 1)}, (
+                f"{case}: pages {group.usable_pages} must fill row pages 1 .. {row_pages} of every lane (0 is padding)"
+            )
+            for page, layout in itertools.product(range(group.usable_pages[0]), group.layouts):
+                reserved = np.array([page], dtype=np.int64)
+                one = layout.plan_backup(np.array(group.usable_pages[:1], dtype=np.int64))
+                metadata = layout.finish_backup(one, np.arange(one.owned_pages, dtype=np.int64))
+                with pytest.raises(LayoutConfigError):
+                    layout.plan_backup(reserved)
+                with pytest.raises(LayoutConfigError):
+                    layout.plan_load([metadata], reserved)
+
+    def test_pages_lie_where_the_binding_says(self) -> None:
+        for case in self._corners():
+            group = self._group(case, row_pages=5)
+            for page in group.usable_pages:
+                stated = self.stated_home(page, case.shard_size)
+                assert stated in (None, group.ask_home(page)), f"{case}: page {page} is not at {stated}"
+
+    def test_lanes_of_existing_pages_are_their_owners(self) -> None:
+        def check(case: LayoutCase) -> None:
+            group = self._group(case)
+            pages = group.rng.permutation(np.array(group.usable_pages, dtype=np.int64))[:40]
+            for layout in group.layouts:
+                check_equal_arrays(layout.lanes_of(pages), group.lanes(pages), f"{case}: lanes_of")
+
+        self._for_all_cases(check)
+
+    def test_lanes_of_a_chain_start_at_its_base_and_can_be_computed_piece_by_piece(self) -> None:
+        def check(case: LayoutCase) -> None:
+            layout = self._layouts(case)[0]
+            total = sum(case.node_pages)
+            for base in range(layout.lane_count):
+                whole = layout.extend_lanes(base, 0, total)
+                assert len(whole) == total
+                assert int(whole[0]) == base
+                assert set(whole.tolist()) <= set(range(layout.lane_count))
+                pieces = [layout.extend_lanes(base, at, n) for at, n in spans(case.node_pages)]
+                check_equal_arrays(np.concatenate(pieces), whole, f"{case}: extend_lanes in pieces")
+
+        self._for_all_cases(check)
+
+    # Agreement.
+
+    def test_all_ranks_answer_alike(self) -> None:
+        def check(case: LayoutCase) -> None:
+            group = self._group(case)
+            prompt, namespace = case.seed.to_bytes(8, "little"), f"adapter {case.seed % 3}"
+            bases = {layout.chain_base(prompt, namespace) for layout in group.layouts}
+            assert len(bases) == 1, f"{case}: chain_base differs between ranks: {bases}"
+            assert bases <= set(range(group.layouts[0].lane_count))
+            assert len({layout.logical_tokens(640) for layout in group.layouts}) == 1
+            slots = self._chain_slots(group, case)
+            plans, metadata = group.backup(np.concatenate(slots))
+            parts = [layout.split(data, case.page_size) for layout, data in zip(group.layouts, metadata, strict=True)]
+            fresh = group.allocate_slots(group.layouts[0].load_lanes(parts[0]))
+            answers = [
+                (
+                    layout.lane_count,
+                    layout.lanes_of(fresh).tolist(),
+                    layout.extend_lanes(0, 3, 9).tolist(),
+                    plan.lanes.tolist(),
+                    plan.demand_pages,
+                    plan.logical_tokens,
+                    [(part.logical_len, part.pages_per_rank) for part in (data, *pair)],
+                    layout.load_lanes(pair).tolist(),
+                    layout.plan_load(pair, fresh).node_pages,
+                    layout.plan_load(pair, fresh).logical_tokens,
+                )
+                for layout, plan, data, pair in zip(group.layouts, plans, metadata, parts, strict=True)
+            ]
+            for rank, answer in enumerate(answers):
+                assert answer == answers[0], f"{case}: rank {rank} answers {answer}, rank 0 {answers[0]}"
+
+        self._for_all_cases(check)
+
+    def test_namespaces_of_any_text_have_a_base(self) -> None:
+        for case in self._corners():
+            layout = self._layouts(case)[0]
+            for namespace in ("", "x" * 1000, "\u00e9\u4e2d", "\ud800"):
+                assert 0 <= layout.chain_base(b"", namespace) < layout.lane_count
+
+    # Backup.
+
+    def test_pages_of_a_backup_are_disjoint_between_lanes_and_cover_the_node(self) -> None:
+        def check(case: LayoutCase) -> None:
+            group = self._group(case)
+            for slots in self._chain_slots(group, case):
+                homes = [group.home(int(page)) for page in slots]
+                for layout in group.layouts:
+                    plan = layout.plan_backup(slots)
+                    expected = [row for lane, row in homes if lane == layout.lane]
+                    check_equal_arrays(plan.device_pages, expected, f"{case}: rows of lane {layout.lane}")
+                    check_equal_arrays(plan.lanes, [lane for lane, _ in homes], f"{case}: lanes")
+                    assert plan.logical_tokens == len(slots) * case.page_size
+
+        self._for_all_cases(check)
+
+    def test_demand_is_what_each_lane_really_copies(self) -> None:
+        def check(case: LayoutCase) -> None:
+            group = self._group(case)
+            slots = np.concatenate(self._chain_slots(group, case))
+            plans, metadata = group.backup(slots)
+            counts = [group.lanes(slots).count(lane) for lane in range(group.layouts[0].lane_count)]
+            for layout, plan, data in zip(group.layouts, plans, metadata, strict=True):
+                copies = plan.bind(np.arange(plan.owned_pages, dtype=np.int64))
+                assert list(plan.demand_pages) == counts, f"{case}: demand"
+                assert list(data.pages_per_rank) == counts, f"{case}: pages held"
+                assert counts[layout.lane] == plan.owned_pages == copies.pages == len(data.host_pages)
+                assert data.logical_len == len(slots) * case.page_size
+
+        self._for_all_cases(check)
+
+    def test_a_backup_given_another_number_of_host_pages_raises(self) -> None:
+        for case in self._corners():
+            group = self._group(case)
+            slots = np.concatenate(self._chain_slots(group, case))
+            for layout in group.layouts:
+                plan = layout.plan_backup(slots)
+                for pages in {plan.owned_pages + 1, max(plan.owned_pages - 1, 0)} - {plan.owned_pages}:
+                    with pytest.raises(LayoutInvariantError):
+                        layout.finish_backup(plan, np.arange(pages, dtype=np.int64))
+
+    # Bytes.
+
+    def test_bytes_come_back_at_the_same_positions(self) -> None:
+        def check(case: LayoutCase) -> None:
+            group = self._group(case)
+            slots = self._chain_slots(group, case)
+            content = [group.write(pages) for pages in slots]
+            stored = [group.backup(pages)[1] for pages in slots]
+            for pages in slots:
+                group.free_slots(pages)
+            parts = [self._cut(group, rank, [node[rank] for node in stored]) for rank in range(case.shard_size)]
+            fresh = group.allocate_slots(group.layouts[0].load_lanes(parts[0]))
+            group.load(parts, fresh)
+            for result in group.read(fresh):
+                check_equal_arrays(result, np.concatenate(content), f"{case}: bytes after load-back")
+
+        self._for_all_cases(check)
+
+    def test_a_load_tells_how_its_slots_divide_among_the_nodes(self) -> None:
+        for case in self._corners():
+            group, stored = self._stored(case)
+            fresh = group.allocate_slots(group.layouts[0].load_lanes(stored[0]))
+            for layout, nodes in zip(group.layouts, stored, strict=True):
+                plan = layout.plan_load(nodes, fresh)
+                assert plan.node_pages == case.node_pages
+                assert plan.logical_tokens == sum(case.node_pages) * case.page_size
+
+    def test_a_load_into_wrong_lanes_or_a_wrong_number_of_slots_raises_on_every_rank(self) -> None:
+        def check(case: LayoutCase) -> None:
+            group, stored = self._stored(case)
+            right = group.layouts[0].load_lanes(stored[0])
+            fresh = group.allocate_slots(right)
+            wrong = [fresh[:-1], np.concatenate([fresh, group.allocate_slots(right[:1])])]
+            if group.layouts[0].lane_count > 1:
+                other = fresh.copy()
+                at = int(group.rng.integers(len(fresh)))
+                other[at] = group.allocate_slots((right[at : at + 1] + 1) % group.layouts[0].lane_count)[0]
+                wrong.append(other)
+            for layout, nodes in zip(group.layouts, stored, strict=True):
+                for slots in wrong:
+                    with pytest.raises(LayoutInvariantError):
+                        layout.plan_load(nodes, slots)
+
+        self._for_all_cases(check)
+
+    def test_no_parts_raise(self) -> None:
+        for case in self._corners():
+            for layout in self._layouts(case):
+                for refused in (layout.concat, layout.load_lanes):
+                    with pytest.raises(LayoutConfigError):
+                        refused([])
+                with pytest.raises(LayoutConfigError):
+                    layout.plan_load([], np.empty(0, dtype=np.int64))
+
+    # Split and concat.
+
+    def test_split_and_concat_are_inverse(self) -> None:
+        def check(case: LayoutCase) -> None:
+            group, stored = self._stored(case)
+            for rank, (layout, nodes) in enumerate(zip(group.layouts, stored, strict=True)):
+                whole = layout.concat(nodes)
+                pieces = self._cut(group, rank, [whole])
+                check_equal_metadata(layout.concat(pieces), whole, f"{case}: concat of {len(pieces)} pieces")
+                for node, (at, pages) in zip(nodes, spans(case.node_pages), strict=True):
+                    middle = layout.split(whole, at * case.page_size)[1]
+                    check_equal_metadata(layout.split(middle, pages * case.page_size)[0], node, f"{case}: node at {at}")
+
+        self._for_all_cases(check)
+
+    def test_the_halves_of_every_split_have_the_right_lengths_and_host_pages(self) -> None:
+        for case in self._corners():
+            group, stored = self._stored(case)
+            for layout, nodes in zip(group.layouts, stored, strict=True):
+                node = layout.concat(nodes)
+                lanes = layout.load_lanes([node]).tolist()
+                for pages in range(len(lanes) + 1):
+                    first, second = layout.split(node, pages * case.page_size)
+                    owned = lanes[:pages].count(layout.lane)
+                    assert first.logical_len == pages * case.page_size
+                    assert second.logical_len == node.logical_len - first.logical_len
+                    check_equal_arrays(first.host_pages, node.host_pages[:owned], f"{case}: first half at {pages}")
+                    check_equal_arrays(second.host_pages, node.host_pages[owned:], f"{case}: second half at {pages}")
+
+    def test_the_owner_pattern_survives_split_concat_and_load(self) -> None:
+        def check(case: LayoutCase) -> None:
+            group, stored = self._stored(case)
+            pattern = group.layouts[0].load_lanes(stored[0])
+            parts = [self._cut(group, rank, nodes) for rank, nodes in enumerate(stored)]
+            fresh = group.allocate_slots(pattern)
+            group.load(parts, fresh)
+            for rank, layout in enumerate(group.layouts):
+                check_equal_arrays(layout.load_lanes(parts[rank]), pattern, f"{case}: after split")
+                check_equal_arrays(layout.load_lanes([layout.concat(parts[rank])]), pattern, f"{case}: after concat")
+                check_equal_arrays(layout.plan_backup(fresh).lanes, pattern, f"{case}: backup after load")
+
+        self._for_all_cases(check)
+
+    def test_a_split_outside_the_node_or_off_a_page_raises_value_error(self) -> None:
+        for case in self._corners():
+            group, stored = self._stored(case)
+            for layout, nodes in zip(group.layouts, stored, strict=True):
+                node = nodes[0]
+                wrong = {-case.page_size, -1, node.logical_len + 1, node.logical_len + case.page_size}
+                if case.page_size > 1:
+                    wrong |= {1, case.page_size - 1, node.logical_len - 1}
+                for split_len in sorted(wrong):
+                    with pytest.raises(ValueError, match=str(split_len)):
+                        layout.split(node, split_len)
+
+    def test_every_metadata_field_has_a_split_rule_and_keeps_it(self) -> None:
+        for case in self._corners():
+            group, stored = self._stored(case)
+            for layout, nodes in zip(group.layouts, stored, strict=True):
+                whole = stored_fields(nodes[0])
+                missing, stale = set(whole) - set(self.split_rules), set(self.split_rules) - set(whole)
+                assert not missing, f"decide a split rule for metadata fields {sorted(missing)} in split_rules"
+                assert not stale, f"split_rules names {sorted(stale)}, which the metadata does not store"
+                for pages in range(case.node_pages[0] + 1):
+                    first, second = (stored_fields(half) for half in layout.split(nodes[0], pages * case.page_size))
+                    for name, rule in self.split_rules.items():
+                        assert rule(whole[name], first[name], second[name]), (
+                            f"{case}: field {name!r} breaks its rule at {pages} pages: "
+                            f"{whole[name]} -> {first[name]}, {second[name]}"
+                        )
+
+    # Memory and looks.
+
+    def test_metadata_keeps_no_other_memory_alive(self) -> None:
+        for case in self._corners():
+            group = self._group(case)
+            slots = np.concatenate(self._chain_slots(group, case))
+            for rank, layout in enumerate(group.layouts):
+                plan = layout.plan_backup(slots)
+                check_own_memory(f"{case}: plan_backup", plan.lanes, plan.device_pages, arguments=[slots])
+                host_pages = group.allocate_host(rank, plan.owned_pages + 2)[1:-1]
+                data = layout.finish_backup(plan, host_pages)
+                first, second = layout.split(data, case.page_size)
+                both = layout.concat([first, second])
+                check_own_memory(f"{case}: finish_backup", *stored_arrays(data), arguments=[slots, host_pages])
+                check_own_memory(
+                    f"{case}: split", *stored_arrays(first), *stored_arrays(second), arguments=stored_arrays(data)
+                )
+                check_own_memory(
+                    f"{case}: concat", *stored_arrays(both), arguments=[*stored_arrays(first), *stored_arrays(second)]
+                )
+                check_own_memory(
+                    f"{case}: concat of one", *stored_arrays(layout.concat([data])), arguments=stored_arrays(data)
+                )
+                for one in (data, first, second, both):
+                    assert one.nbytes == sum(array.nbytes for array in stored_arrays(one)), f"{case}: nbytes"
+
+    def test_plans_print_and_compare_by_content(self) -> None:
+        for case in self._corners():
+            group, stored = self._stored(case)
+            fresh = group.allocate_slots(group.layouts[0].load_lanes(stored[0]))
+            for layout, nodes in zip(group.layouts, stored, strict=True):
+                backup, load = layout.plan_backup(fresh), layout.plan_load(nodes, fresh)
+                assert backup == layout.plan_backup(fresh.copy())
+                assert load == layout.plan_load(nodes, fresh.copy())
+                assert backup != layout.plan_backup(fresh[:-1])
+                assert load != replace(load, node_pages=(*load.node_pages, 1))
+                assert copy.deepcopy(backup) == backup
+                assert repr(backup.demand_pages) in repr(backup)
+                assert repr(load.copies) in repr(load)
+
+    def test_a_legacy_host_value_names_every_token_or_is_none(self) -> None:
+        for case in self._corners():
+            _, stored = self._stored(case)
+            for node in (node for nodes in stored for node in nodes):
+                value = node.legacy_host_value
+                if value is not None:
+                    assert value.device.type == "cpu"
+                    tokens = [page * case.page_size + at for page in node.host_pages for at in range(case.page_size)]
+                    assert value.tolist() == tokens
+                    assert len(tokens) == node.logical_len, f"{case}: one index a token, or None"
