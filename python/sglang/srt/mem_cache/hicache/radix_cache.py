@@ -30,6 +30,7 @@ from .environment import agreement_groups, observe_environment
 from .host_pools import build_host_pool
 from .in_flight import InFlight
 from .no_storage import NoStorageTier
+from .stats import CacheStats
 from .tiers import TieredRadixTree, ack_seconds, ready_acks
 
 if TYPE_CHECKING:
@@ -94,6 +95,7 @@ class HiRadixCache(NoStorageTier, TieredRadixTree[MetadataT], Generic[MetadataT]
             load_cache_event=self.load_cache_event,
         )
         self.in_flight: InFlight[MetadataT] = InFlight()
+        self.stats = CacheStats()
         super().__init__(params, layout)
 
     def reset(self) -> None:
@@ -157,6 +159,7 @@ class HiRadixCache(NoStorageTier, TieredRadixTree[MetadataT], Generic[MetadataT]
                 load_id,
                 self.evictable_size_,
             )
+            self.stats.refused_loads += 1
             self._unprotect(nodes)
         return slot_pages
 
@@ -210,6 +213,9 @@ class HiRadixCache(NoStorageTier, TieredRadixTree[MetadataT], Generic[MetadataT]
         for _ in range(count):
             ack = self.cache_controller.ack_load_queue.pop(0)
             ack.finish_event.synchronize()
+            self.stats.loads += len(ack.node_ids)
+            self.stats.loaded_tokens += ack.num_tokens
+            self.stats.loaded_bytes += ack.num_bytes
             for load_id in ack.node_ids:
                 load = self.in_flight.end_load(load_id)
                 self._unprotect(list(load.nodes()))

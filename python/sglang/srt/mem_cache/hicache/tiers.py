@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from .allocator import SlotAllocator
     from .in_flight import InFlight
     from .settings import HiCacheSettings
+    from .stats import CacheStats
     from .tree_node import LayoutTreeNode
 
 
@@ -46,6 +47,7 @@ class TieredRadixTree(LayoutRadixTree[MetadataT], Generic[MetadataT]):
     cache_controller: HiCacheController[MetadataT]
     in_flight: InFlight[MetadataT]
     agreement: Agreement
+    stats: CacheStats
 
     # Backup.
 
@@ -67,6 +69,7 @@ class TieredRadixTree(LayoutRadixTree[MetadataT], Generic[MetadataT]):
         outcome = self.cache_controller.write(node.slot_pages, node_id=node.id)
         if isinstance(outcome, HostShortfall):
             if not self._make_host_room(outcome.demand_pages):
+                self.stats.refused_backups += 1
                 return 0
             outcome = self.cache_controller.write(node.slot_pages, node_id=node.id)
         if isinstance(outcome, HostShortfall):
@@ -95,6 +98,10 @@ class TieredRadixTree(LayoutRadixTree[MetadataT], Generic[MetadataT]):
         for _ in range(count):
             ack = self.cache_controller.ack_write_queue.pop(0)
             ack.finish_event.synchronize()
+            self.stats.backups += len(ack.node_ids)
+            self.stats.backed_up_tokens += ack.num_tokens
+            self.stats.backed_up_bytes += ack.num_bytes
+            self.stats.zero_owned_backups += ack.num_bytes == 0
             for backup_id in ack.node_ids:
                 backup = self.in_flight.end_backup(backup_id)
                 for part in backup.parts:
@@ -112,6 +119,14 @@ class TieredRadixTree(LayoutRadixTree[MetadataT], Generic[MetadataT]):
         self.metrics_collector.increment_backup_num_bytes(ack.num_bytes)
         if ack.timing_enabled:
             self.metrics_collector.observe_backup_duration(ack_seconds(ack))
+
+    def _report_dropped(self, tokens: int) -> None:
+        """A leaf was deleted under write_back because the host had no room for it."""
+        if self.settings.write_policy != "write_back":
+            return
+        self.stats.dropped_tokens += tokens
+        if self.metrics_collector is not None:
+            self.metrics_collector.increment_dropped_tokens(num_tokens=tokens, reason="host_pressure", pool="kv")
 
     # Host eviction.
 
@@ -147,6 +162,7 @@ class TieredRadixTree(LayoutRadixTree[MetadataT], Generic[MetadataT]):
             raise LayoutInvariantError(f"node {node.id} has no host copy to drop")
         self.kv_events.record_remove(node, medium=StorageMedium.CPU)
         tokens = self.cache_controller.release_host(node.metadata)
+        self.stats.evicted_host_tokens += tokens
         node.clear_metadata()
         self._refresh(node)
         return tokens
@@ -186,6 +202,7 @@ class TieredRadixTree(LayoutRadixTree[MetadataT], Generic[MetadataT]):
         self._finish_staged(staged)
         for node in kept:
             self._refresh(node)
+        self.stats.evicted_device_tokens += tokens
         self.update_eviction_metrics(tokens, started)
         return tokens
 
@@ -238,10 +255,7 @@ class TieredRadixTree(LayoutRadixTree[MetadataT], Generic[MetadataT]):
         pages = self._take_off_device(root)
         self.slots.free_slot_pages(pages)
         self._unlink(root)
-        if self.metrics_collector is not None and len(below) > 1:
-            self.metrics_collector.increment_dropped_tokens(
-                num_tokens=len(pages) * self.page_size, reason="host_pressure", pool="kv"
-            )
+        self._report_dropped(len(pages) * self.page_size)
         return pages
 
 

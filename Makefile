@@ -1,0 +1,44 @@
+SHELL := bash
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.PHONY: help setup replay test lint typecheck unit freeze clean
+
+BIN := .venv/bin
+PY := $(BIN)/python
+
+# What `make replay` passes on, e.g. make replay REPLAY_ARGS='--cp-size 2 --pool dsa'
+REPLAY_ARGS ?= --layout identity --layout cp_shared
+# What `make unit` and `make test` pass on, e.g. make unit PYTEST_ARGS='-k ledger'
+PYTEST_ARGS ?=
+
+# Nothing is fetched at run time; several processes share the cores, so each keeps to one thread.
+OFFLINE := HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 HF_DATASETS_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+TEST_ENV := $(OFFLINE) OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 MPLBACKEND=Agg
+
+help: ## show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: ## make or update .venv with pinned versions (PYTHON=... chooses the interpreter)
+	@bash scripts/setup_env.sh
+
+replay: setup ## replay the shipped request trace with both layouts (REPLAY_ARGS=...)
+	@$(OFFLINE) $(BIN)/kvlayouts replay $(REPLAY_ARGS)
+
+test: setup lint typecheck unit ## everything that has to pass: ruff, mypy --strict, pytest
+
+lint: setup ## ruff: rules and format
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+
+typecheck: setup ## mypy, as mypy.ini says
+	$(PY) -m mypy
+
+unit: setup ## pytest (PYTEST_ARGS=...)
+	$(TEST_ENV) $(PY) -m pytest $(PYTEST_ARGS)
+
+freeze: setup ## write the versions in .venv to requirements/constraints.txt
+	@bash scripts/freeze.sh
+
+clean: ## remove .venv, caches and build output
+	rm -rf .venv build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis python/*.egg-info
+	find python test packaging -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,1 @@
+"""The command line `kvlayouts`. Importing it loads neither PyTorch nor a pool."""

@@ -1,0 +1,236 @@
+"""`kvlayouts`: the command line.
+
+Exit status: 0; 1 for a mismatch, ranks that disagree or a run that failed; 2 for bad input. Bad input and failed runs
+end with one line on stderr. SGLang, PyTorch and matplotlib load only once the input is known to be good.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, get_args
+
+import click
+from rich.console import Console
+
+from sglang.srt.mem_cache.hicache.cli.replay import config as options
+from sglang.srt.mem_cache.hicache.cli.replay.config import ReplayConfig, ReplayError, ReplayInputError
+from sglang.srt.mem_cache.hicache.cli.replay.trace import (
+    DEFAULT_TRACE,
+    check_device_tokens,
+    default_device_tokens,
+    read_trace,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from sglang.srt.mem_cache.hicache.cli.replay.results import LayoutResult
+    from sglang.srt.mem_cache.hicache.cli.replay.trace import Trace
+
+DISTRIBUTION: Final = "sglang-kv-layouts"
+DEFAULT_LAYOUTS: Final = ("identity", "cp_shared")
+
+EXIT_OK: Final = 0
+EXIT_FAILED: Final = 1
+EXIT_BAD_INPUT: Final = 2
+EXIT_INTERRUPTED: Final = 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit status; `argv` is `sys.argv[1:]` where it is None."""
+    try:
+        status = cli.main(args=None if argv is None else list(argv), prog_name="kvlayouts", standalone_mode=False)
+    except click.ClickException as error:
+        return _fail(error.format_message(), EXIT_BAD_INPUT)
+    except ReplayInputError as error:
+        return _fail(str(error), EXIT_BAD_INPUT)
+    except ReplayError as error:
+        return _fail(str(error), EXIT_FAILED)
+    except click.Abort:
+        return _fail("interrupted", EXIT_INTERRUPTED)
+    return status if isinstance(status, int) else EXIT_OK
+
+
+def _fail(message: str, status: int) -> int:
+    print(f"kvlayouts: error: {' '.join(message.split())}", file=sys.stderr)
+    return status
+
+
+def _version() -> str:
+    try:
+        return version(DISTRIBUTION)
+    except PackageNotFoundError:
+        return "(not installed)"
+
+
+@click.group(no_args_is_help=False, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(version=_version(), prog_name="kvlayouts")
+def cli() -> None:
+    """KV layout strategies for SGLang's hierarchical KV cache."""
+
+
+@cli.command(context_settings={"show_default": True})
+@click.argument("trace", type=click.Path(path_type=Path), required=False)
+@click.option("--layout", "layouts", multiple=True, default=DEFAULT_LAYOUTS, help="Layout strategy; repeat for more.")
+@click.option("--cp-size", type=click.IntRange(1, options.MAX_CP_SIZE), default=4, help="Ranks, one process each.")
+@click.option("--pool", type=click.Choice(get_args(options.PoolKind)), default="mla", help="KV pool of the model.")
+@click.option(
+    "--page-size", type=click.IntRange(1, options.MAX_PAGE_SIZE_TOKENS), default=64, help="Tokens a page; 64 for dsa."
+)
+@click.option(
+    "--device-tokens",
+    type=click.IntRange(min=1),
+    show_default="longest prompt and an eighth",
+    help="Device pool of one rank, in tokens; a multiple of the page size that holds the longest prompt.",
+)
+@click.option("--host-ratio", type=float, default=2.0, help="Host pool of one rank, relative to its device pool.")
+@click.option(
+    "--policy",
+    type=click.Choice(get_args(options.WritePolicy)),
+    default="write_through",
+    help="When pages are copied to host.",
+)
+@click.option(
+    "--eviction-policy", type=click.Choice(get_args(options.EvictionPolicy)), default="lru", help="Order of eviction."
+)
+@click.option(
+    "--host-mem-layout",
+    "host_layout",
+    type=click.Choice(get_args(options.HostLayout)),
+    default="layer_first",
+    help="Byte order in host memory, as SGLang's --hicache-mem-layout.",
+)
+@click.option("--requests", type=click.IntRange(min=1), show_default="all", help="Replay only the first N requests.")
+@click.option(
+    "--block-tokens",
+    type=click.IntRange(1, options.TRACE_BLOCK_TOKENS),
+    default=options.TRACE_BLOCK_TOKENS,
+    help="Scale the trace's 512-token blocks down to N tokens; need not match the page size.",
+)
+@click.option(
+    "--verify", type=click.Choice(get_args(options.VerifyMode)), default="all", help="Which cached tokens to check."
+)
+@click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write the results to this file.")
+@click.option("--plot", "plot_path", type=click.Path(path_type=Path), help="Write a PNG of hit share over the trace.")
+@click.option("--seed", type=click.IntRange(0, options.MAX_SEED), default=0, help="Seed of the KV bytes and samples.")
+def replay(
+    trace: Path | None,
+    layouts: tuple[str, ...],
+    cp_size: int,
+    pool: options.PoolKind,
+    page_size: int,
+    device_tokens: int | None,
+    host_ratio: float,
+    policy: options.WritePolicy,
+    eviction_policy: options.EvictionPolicy,
+    host_layout: options.HostLayout,
+    requests: int | None,
+    block_tokens: int,
+    verify: options.VerifyMode,
+    json_path: Path | None,
+    plot_path: Path | None,
+    seed: int,
+) -> int:
+    """Replay a request trace through real trees, controllers and pools, one process per rank.
+
+    TRACE is a file in Mooncake's JSONL format; without it, the first 1,000 requests of Mooncake's conversation trace
+    are replayed. Pool sizes are per rank, so that layouts are compared at equal memory per rank.
+    """
+    trace_path = trace or DEFAULT_TRACE
+    check_outputs(trace_path, json_path, plot_path)
+    options.check_layout_names(layouts)
+    options.check_pool_page_size(pool, page_size)
+    options.check_host_ratio(host_ratio)
+    requests_trace = read_trace(trace_path, block_tokens=block_tokens, max_requests=requests)
+    config = ReplayConfig(
+        layouts=layouts,
+        device_tokens=default_device_tokens(requests_trace, page_size) if device_tokens is None else device_tokens,
+        cp_size=cp_size,
+        pool=pool,
+        page_size=page_size,
+        host_ratio=host_ratio,
+        policy=policy,
+        eviction_policy=eviction_policy,
+        host_layout=host_layout,
+        block_tokens=block_tokens,
+        verify=verify,
+        seed=seed,
+    )
+    check_layouts(config, requests_trace)
+    results = _run(config, requests_trace)
+    _show(config, requests_trace, results, json_path, plot_path)
+    return EXIT_OK if all(result.passed for result in results.values()) else EXIT_FAILED
+
+
+def check_layouts(config: ReplayConfig, trace: Trace) -> None:
+    """Raise `ReplayInputError` for a layout that is unknown, refuses its geometry, or has no room for some prompt."""
+    from sglang.srt.mem_cache.layouts.config import LayoutConfig
+    from sglang.srt.mem_cache.layouts.registry import create_layout, known_layouts
+
+    for name in config.layouts:
+        if name not in known_layouts():
+            raise ReplayInputError(f"--layout {name}: unknown; known layouts are {', '.join(known_layouts())}")
+        try:
+            layout = create_layout(LayoutConfig(name=name, page_size=config.page_size, shard_size=config.cp_size))
+        except ValueError as error:
+            raise ReplayInputError(f"--layout {name}: {error}") from error
+        check_device_tokens(trace, config.page_size, config.device_tokens, name, layout.logical_tokens)
+
+
+def check_outputs(trace_path: Path, json_path: Path | None, plot_path: Path | None) -> None:
+    """Raise `ReplayInputError` for an output that could not be written, or would overwrite the trace or its twin."""
+    taken = {trace_path.resolve(): "TRACE"}
+    for flag, path in (("--json", json_path), ("--plot", plot_path)):
+        if path is None:
+            continue
+        if path.is_dir():
+            raise ReplayInputError(f"{flag} {path}: is a directory; must be a file")
+        if not path.parent.is_dir():
+            raise ReplayInputError(f"{flag} {path}: directory {path.parent} does not exist")
+        if not os.access(path if path.exists() else path.parent, os.W_OK):
+            raise ReplayInputError(f"{flag} {path}: cannot be written: permission denied")
+        if path.resolve() in taken:
+            raise ReplayInputError(f"{flag} {path}: is the same file as {taken[path.resolve()]}")
+        taken[path.resolve()] = flag
+    if plot_path is not None and plot_path.suffix.lower() != ".png":
+        raise ReplayInputError(f"--plot {plot_path}: must end with .png")
+
+
+def _run(config: ReplayConfig, trace: Trace) -> dict[str, LayoutResult]:
+    from sglang.srt.mem_cache.hicache.cli.replay.driver import run_replay
+    from sglang.srt.mem_cache.hicache.cli.replay.progress import show_progress
+
+    with show_progress(Console(stderr=True, force_terminal=sys.stderr.isatty())) as on_progress:
+        return run_replay(config, trace, on_progress)
+
+
+def _show(
+    config: ReplayConfig,
+    trace: Trace,
+    results: Mapping[str, LayoutResult],
+    json_path: Path | None,
+    plot_path: Path | None,
+) -> None:
+    """Print the table, then write the files. Raises `ReplayError` where a file could not be written after all."""
+    from sglang.srt.mem_cache.hicache.cli.replay.report import print_report
+    from sglang.srt.mem_cache.hicache.cli.replay.results import to_json
+
+    print_report(Console(force_terminal=sys.stdout.isatty()), config, trace, results)
+    try:
+        if json_path is not None:
+            text = json.dumps(to_json(config, trace, results), indent=2, allow_nan=False)
+            json_path.write_text(text + "\n", encoding="utf-8")
+        if plot_path is not None:
+            from sglang.srt.mem_cache.hicache.cli.replay.plot import write_plot
+
+            write_plot(plot_path, config, trace, results)
+    except OSError as error:
+        raise ReplayError(f"{error.filename or 'output'}: cannot be written: {error.strerror or error}") from error
+
+
+if __name__ == "__main__":
+    sys.exit(main())

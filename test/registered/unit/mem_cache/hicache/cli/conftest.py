@@ -1,0 +1,74 @@
+"""Hand-made results, options and a trace that the tests of report, picture, JSON and command line share."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from sglang.srt.mem_cache.hicache.cli.replay.results import HitPoint, LayoutResult, ReplayConfig
+from sglang.srt.mem_cache.hicache.cli.replay.trace import Trace, TraceRequest
+
+_SERIES = (
+    HitPoint(request_index=2, device_hit_tokens=100, host_hit_tokens=0, computed_tokens=900),
+    HitPoint(request_index=3, device_hit_tokens=100, host_hit_tokens=200, computed_tokens=700),
+)
+
+_IDENTITY = LayoutResult(
+    requests=3,
+    prompt_tokens=2000,
+    device_hit_tokens=200,
+    host_hit_tokens=200,
+    computed_tokens=1600,
+    logical_capacity_tokens=1_024,
+    device_bytes_per_rank=3 * 2**30,
+    host_bytes_per_rank=5 * 2**20,
+    d2h_bytes_per_rank=(2048, 2048),
+    h2d_bytes_per_rank=(512, 1536),
+    page_imbalance=1.25,
+    write_acks_per_rank=(1_234, 1_234),
+    load_acks_per_rank=(7, 7),
+    digests_equal=True,
+    verified_tokens=4_321,
+    mismatched_tokens=0,
+    seconds=1.5,
+    evicted_device_tokens=64,
+    evicted_host_tokens=128,
+    refused_backups=5,
+    hit_series=_SERIES,
+)
+
+_SHARDED = replace(
+    _IDENTITY,
+    device_hit_tokens=600,
+    host_hit_tokens=400,
+    computed_tokens=1000,
+    logical_capacity_tokens=2_000,
+    hit_series=(),
+)
+
+
+@pytest.fixture
+def identity() -> LayoutResult:
+    """A passed run with a hit share of 20 % and a series of two windows."""
+    return _IDENTITY
+
+
+@pytest.fixture
+def sharded() -> LayoutResult:
+    """A passed run with a hit share of 50 %, 2.0x the capacity of `identity` and no series."""
+    return _SHARDED
+
+
+@pytest.fixture
+def config() -> ReplayConfig:
+    """Valid options; `dataclasses.replace` checks again."""
+    return ReplayConfig(layouts=("identity", "cp_shared"), device_tokens=1024, cp_size=2)
+
+
+@pytest.fixture
+def trace() -> Trace:
+    """Three requests of 2,000 tokens together; the last two begin with the block of the first."""
+    prompts = ((512, (0,)), (1000, (0, 1)), (488, (0,)))
+    requests = tuple(TraceRequest(timestamp_ms=0, prompt_tokens=n, block_ids=ids) for n, ids in prompts)
+    return Trace(name="made.jsonl", requests=requests, block_tokens=512)

@@ -1,0 +1,298 @@
+"""The command `kvlayouts`: exit status, one line on stderr for bad input, files, progress.
+
+A stand-in for the driver replaces the run itself, which starts processes; a test of its own runs the real one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+import pytest
+from rich.console import Console
+
+from sglang.srt.mem_cache.hicache.cli import main as command
+from sglang.srt.mem_cache.hicache.cli.replay.progress import show_progress
+from sglang.srt.mem_cache.hicache.cli.replay.results import LayoutResult, ReplayConfig, ReplayError
+
+if TYPE_CHECKING:
+    from sglang.srt.mem_cache.hicache.cli.replay.progress import OnProgress
+    from sglang.srt.mem_cache.hicache.cli.replay.trace import Trace
+
+DRIVER = "sglang.srt.mem_cache.hicache.cli.replay.driver"
+
+
+class _Driver(ModuleType):
+    """Remembers what the command line asked for and answers with the results it was given."""
+
+    def __init__(self, results: dict[str, LayoutResult]) -> None:
+        super().__init__(DRIVER)
+        self.results = results
+        self.config: ReplayConfig | None = None
+        self.trace: Trace | None = None
+        self.error: Exception | None = None
+
+    def run_replay(self, config: ReplayConfig, trace: Trace, on_progress: OnProgress) -> dict[str, LayoutResult]:
+        self.config, self.trace = config, trace
+        if self.error is not None:
+            raise self.error
+        for layout in config.layouts:
+            for done in range(len(trace.requests) + 1):
+                on_progress(layout, done, len(trace.requests))
+        return {layout: self.results[layout] for layout in config.layouts}
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch, identity: LayoutResult, sharded: LayoutResult) -> _Driver:
+    driver = _Driver({"identity": identity, "cp_shared": sharded})
+    monkeypatch.setitem(sys.modules, DRIVER, driver)
+    return driver
+
+
+@pytest.fixture
+def trace_file(tmp_path: Path) -> Path:
+    path = tmp_path / "requests.jsonl"
+    lines = [{"timestamp": 0, "input_length": 700, "output_length": 1, "hash_ids": [1, number]} for number in range(8)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    return path
+
+
+BAD_ARGUMENTS = {
+    "--layout nonesuch": "--layout nonesuch: unknown; known layouts are identity, cp_shared",
+    "--layout identity --layout identity": "--layout identity: given twice",
+    "--cp-size 0": "'--cp-size': 0 is not in the range 1<=x<=64",
+    "--cp-size 65": "'--cp-size': 65 is not in the range 1<=x<=64",
+    "--cp-size two": "'--cp-size': 'two' is not a valid integer",
+    "--pool gqa": "'--pool': 'gqa' is not one of 'dsa', 'mla', 'mha'",
+    "--page-size 0": "'--page-size': 0 is not in the range 1<=x<=1024",
+    "--page-size 1025": "'--page-size': 1025 is not in the range 1<=x<=1024",
+    "--page-size 32 --pool dsa": "--page-size 32: must be 64 with --pool dsa",
+    "--device-tokens 0": "'--device-tokens': 0 is not in the range x>=1",
+    "--device-tokens 1000": "--device-tokens 1000: must be a positive multiple of --page-size 64",
+    "--device-tokens 640": "--device-tokens 640: must be at least 704 with layout identity, for the prompt of 700 "
+    "tokens on line 1 of requests.jsonl",
+    "--layout cp_shared --device-tokens 128": "--device-tokens 128: must be at least 192 with layout cp_shared",
+    "--host-ratio 0": "--host-ratio 0: must be above 0 and at most 1000",
+    "--host-ratio nan": "--host-ratio nan: must be above 0",
+    "--host-ratio 0.001": "--host-ratio 0.001: leaves no host page beside 1728 device tokens",
+    "--policy write_around": "'--policy': 'write_around' is not one of 'write_through', 'write_through_selective'",
+    "--eviction-policy random": "'--eviction-policy': 'random' is not one of 'lru', 'lfu', 'fifo', 'mru', 'filo'",
+    "--host-mem-layout rows": "'--host-mem-layout': 'rows' is not one of 'layer_first', 'page_first_direct'",
+    "--requests 0": "'--requests': 0 is not in the range x>=1",
+    "--requests 9": "--requests 9: must be between 1 and 8",
+    "--block-tokens 0": "'--block-tokens': 0 is not in the range 1<=x<=512",
+    "--block-tokens 513": "'--block-tokens': 513 is not in the range 1<=x<=512",
+    "--verify some": "'--verify': 'some' is not one of 'all', 'sample', 'off'",
+    "--seed -1": "'--seed': -1 is not in the range 0<=x<=4294967295",
+    "--json .": "--json .: is a directory",
+    "--json none/out.json": "--json none/out.json: directory none does not exist",
+    "--plot none/out.png": "--plot none/out.png: directory none does not exist",
+    "--plot out.pdf": "--plot out.pdf: must end with .png",
+    "--json same.png --plot ./same.png": "--plot same.png: is the same file as --json",
+    "--json requests.jsonl": "--json requests.jsonl: is the same file as TRACE",
+    "--frobnicate": "No such option",
+    "second.jsonl": "unexpected extra argument",
+}
+
+
+@pytest.mark.parametrize(("arguments", "complaint"), BAD_ARGUMENTS.items(), ids=list(BAD_ARGUMENTS))
+def test_bad_input_exits_with_2_and_one_line_before_anything_runs(
+    arguments: str,
+    complaint: str,
+    trace_file: Path,
+    driver: _Driver,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(trace_file.parent)
+    assert command.main(["replay", trace_file.name, *arguments.split()]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("kvlayouts: error: ")
+    assert captured.err.count("\n") == 1
+    assert complaint in captured.err
+    assert driver.config is None
+    assert os.listdir() == [trace_file.name]
+
+
+def test_a_bad_trace_line_exits_with_2_and_names_the_line(
+    trace_file: Path, driver: _Driver, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with trace_file.open("a", encoding="utf-8") as file:
+        file.write('{"timestamp": 0}\n')
+    assert command.main(["replay", str(trace_file)]) == 2
+    assert capsys.readouterr().err == f"kvlayouts: error: TRACE {trace_file}, line 9: field input_length is missing\n"
+    assert command.main(["replay", str(trace_file.with_name("none"))]) == 2
+    assert "none: cannot be read: No such file" in capsys.readouterr().err
+    assert driver.config is None
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_target_without_write_permission_is_refused(trace_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = trace_file.with_name("out.json")
+    target.touch(mode=0o444)
+    assert command.main(["replay", str(trace_file), "--json", str(target)]) == 2
+    assert "permission denied" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("arguments", "complaint"), [([], "Missing command"), (["explode"], "No such command")])
+def test_no_command_and_an_unknown_command_exit_with_2(
+    arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command.main(arguments) == 2
+    error = capsys.readouterr().err
+    assert complaint in error
+    assert error.count("\n") == 1
+
+
+def test_version_and_help_exit_with_0(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("kvlayouts, version ")
+    assert command.main(["replay", "--help"]) == 0
+    shown = capsys.readouterr().out
+    for flag in ("--layout", "--cp-size", "--device-tokens", "--host-mem-layout", "--verify", "--json", "--plot"):
+        assert flag in shown
+
+
+def test_a_good_run_exits_with_0_and_writes_table_json_and_picture(
+    trace_file: Path, driver: _Driver, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    out, picture = tmp_path / "out.json", tmp_path / "out.png"
+    status = command.main(["replay", str(trace_file), "--json", str(out), "--plot", str(picture)])
+    captured = capsys.readouterr()
+    assert status == 0
+    assert "cp_shared: 2.0x the capacity per rank of identity" in captured.out.splitlines()[-1]
+    assert "\x1b" not in captured.out + captured.err
+    assert list(json.loads(out.read_text(encoding="utf-8"))["layouts"]) == ["identity", "cp_shared"]
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert driver.config is not None
+
+
+def test_every_option_reaches_the_run(trace_file: Path, driver: _Driver) -> None:
+    options = (
+        "--layout cp_shared --layout identity --cp-size 2 --pool mha --page-size 16 --device-tokens 512 "
+        "--host-ratio 1.5 --policy write_back --eviction-policy slru --host-mem-layout page_first_direct "
+        "--requests 3 --block-tokens 64 --verify sample --seed 9"
+    )
+    assert command.main(["replay", str(trace_file), *options.split()]) == 0
+    assert driver.config == ReplayConfig(
+        layouts=("cp_shared", "identity"),
+        device_tokens=512,
+        cp_size=2,
+        pool="mha",
+        page_size=16,
+        host_ratio=1.5,
+        policy="write_back",
+        eviction_policy="slru",
+        host_layout="page_first_direct",
+        block_tokens=64,
+        verify="sample",
+        seed=9,
+    )
+    assert driver.trace is not None
+    assert [request.prompt_tokens for request in driver.trace.requests] == [88, 88, 88]
+
+
+def test_without_arguments_the_shipped_trace_runs_with_the_documented_defaults(driver: _Driver) -> None:
+    assert command.main(["replay"]) == 0
+    assert driver.config == ReplayConfig(layouts=("identity", "cp_shared"), device_tokens=2145 * 64)
+    assert driver.trace is not None
+    assert (driver.trace.name, len(driver.trace.requests)) == ("conversation_trace_head.jsonl", 1000)
+
+
+def test_a_pool_that_only_a_sharded_layout_can_use_is_accepted_for_it_alone(trace_file: Path, driver: _Driver) -> None:
+    assert command.main(["replay", str(trace_file), "--layout", "cp_shared", "--device-tokens", "192"]) == 0
+    assert driver.config is not None
+    assert driver.config.device_tokens == 192
+
+
+@pytest.mark.parametrize("layout", ["identity", "cp_shared"])
+@pytest.mark.parametrize("fault", ["bytes", "digests", "acks"])
+def test_a_mismatch_or_a_disagreement_in_any_layout_exits_with_1(
+    layout: str, fault: str, trace_file: Path, driver: _Driver, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good = driver.results[layout]
+    driver.results[layout] = {
+        "bytes": replace(good, mismatched_tokens=1),
+        "digests": replace(good, digests_equal=False),
+        "acks": replace(good, write_acks_per_rank=(1, 2)),
+    }[fault]
+    assert command.main(["replay", str(trace_file)]) == 1
+    assert f"FAILED: {layout}: " in capsys.readouterr().out.splitlines()[-1]
+
+
+def test_a_failed_run_exits_with_1_and_one_line(
+    trace_file: Path, driver: _Driver, capsys: pytest.CaptureFixture[str]
+) -> None:
+    driver.error = ReplayError("rank 3 ended\nwith status 9")
+    assert command.main(["replay", str(trace_file)]) == 1
+    assert capsys.readouterr().err == "kvlayouts: error: rank 3 ended with status 9\n"
+
+
+def test_an_interrupted_run_exits_with_130(
+    trace_file: Path, driver: _Driver, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: object) -> dict[str, LayoutResult]:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(driver, "run_replay", interrupt)
+    assert command.main(["replay", str(trace_file)]) == 130
+    assert capsys.readouterr().err.strip() == "kvlayouts: error: interrupted"
+
+
+def test_a_target_that_cannot_be_written_after_all_exits_with_1_after_the_table(
+    trace_file: Path, driver: _Driver, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    if not Path("/dev/full").exists():
+        pytest.skip("needs /dev/full")
+    assert driver.config is None
+    assert command.main(["replay", str(trace_file), "--json", "/dev/full"]) == 1
+    captured = capsys.readouterr()
+    assert "ranks agree" in captured.out
+    assert captured.err.splitlines()[-1].startswith("kvlayouts: error: ")
+    assert "No space left" in captured.err
+
+
+def test_progress_without_a_terminal_is_four_plain_lines_a_layout(
+    trace_file: Path, driver: _Driver, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command.main(["replay", str(trace_file)]) == 0
+    assert driver.config is not None
+    expected = [f"{name}: {done} of 8 requests" for name in ("identity", "cp_shared") for done in (2, 4, 6, 8)]
+    assert capsys.readouterr().err.splitlines() == expected
+
+
+def test_progress_on_a_terminal_is_a_bar_per_layout(capsys: pytest.CaptureFixture[str]) -> None:
+    with show_progress(Console(stderr=True, force_terminal=True, width=100)) as on_progress:
+        on_progress("identity", 5, 5)
+        on_progress("cp_shared", 2, 5)
+    shown = capsys.readouterr().err
+    assert "identity" in shown
+    assert "5/5" in shown
+    assert "cp_shared" in shown
+    assert "2/5" in shown
+
+
+def test_the_command_line_itself_loads_neither_pytorch_nor_matplotlib() -> None:
+    """Measured beside an empty `sglang`: SGLang's own `__init__` loads PyTorch, whatever we do."""
+    root = Path(command.__file__).parents[3]
+    program = f"""
+import sys, types
+for name, path in (("sglang", {str(root.parent)!r}), ("sglang.srt", {str(root)!r}),
+                   ("sglang.srt.mem_cache", {str(root / "mem_cache")!r})):
+    sys.modules[name] = types.ModuleType(name)
+    sys.modules[name].__path__ = [path]
+from sglang.srt.mem_cache.hicache.cli.main import main
+assert main(["replay", "--cp-size", "0"]) == 2
+assert main(["replay", "--help"]) == 0
+loaded = {{"torch", "matplotlib", "transformers"}} & set(sys.modules)
+assert not loaded, loaded
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 0, ended.stderr

@@ -1,0 +1,242 @@
+"""The contract suite itself: strategies that break one promise each, and the test that must notice."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar, cast
+
+import numpy as np
+import pytest
+from sglang.test.ci.ci_register import register_cpu_ci
+
+from sglang.srt.mem_cache.layouts import (
+    BackupPlan,
+    CopyPlan,
+    CpHiCacheNodeMetadata,
+    CpSharedLayout,
+    KVLayoutStrategy,
+    LayoutConfigError,
+    LoadPlan,
+)
+from sglang.srt.mem_cache.layouts.testing import LayoutContract, joined, same
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from sglang.srt.mem_cache.layouts.pages import LaneArray, PageArray
+
+register_cpu_ci(est_time=10, suite="base-a-test-cpu")
+
+
+class _Binding(LayoutContract[Any]):
+    split_rules: ClassVar = {"page_size": same, "cp_size": same, "cp_rank": same, "lanes": joined, "host_pages": joined}
+    page_sizes: ClassVar = (1, 4)
+    shard_sizes: ClassVar = (1, 2, 3, 5)
+    max_examples: ClassVar = 5
+    broken: type[CpSharedLayout] = CpSharedLayout
+
+    def make_layout(self, *, page_size: int, shard_size: int, shard_rank: int) -> KVLayoutStrategy[Any]:
+        return cast("KVLayoutStrategy[Any]", self.broken(page_size=page_size, cp_size=shard_size, cp_rank=shard_rank))
+
+
+class _BaseFromRank(CpSharedLayout):
+    def chain_base(self, first_page: bytes, namespace: str) -> int:
+        return (super().chain_base(first_page, namespace) + self.lane) % self.lane_count
+
+
+class _DemandOfThisRankOnly(CpSharedLayout):
+    def plan_backup(self, slot_pages: PageArray) -> BackupPlan:
+        plan = super().plan_backup(slot_pages)
+        mine = tuple(pages if lane == self.lane else 0 for lane, pages in enumerate(plan.demand_pages))
+        return replace(plan, demand_pages=mine)
+
+
+class _ReservedPagesAccepted(CpSharedLayout):
+    def plan_backup(self, slot_pages: PageArray) -> BackupPlan:
+        lanes = self.lanes_of(slot_pages)
+        return BackupPlan(
+            page_size=self.page_size,
+            lanes=lanes,
+            demand_pages=tuple(np.bincount(lanes, minlength=self.lane_count).tolist()),
+            device_pages=self.geometry.row_pages(slot_pages[lanes == self.lane]),
+        )
+
+
+class _LoadIgnoresOwners(CpSharedLayout):
+    def plan_load(self, parts: Sequence[CpHiCacheNodeMetadata], slot_pages: PageArray) -> LoadPlan:
+        self.geometry.check_slot_pages(slot_pages)
+        whole = self.concat(parts)
+        mine = slot_pages[whole.lanes == self.lane] if len(slot_pages) == len(whole.lanes) else whole.host_pages
+        return LoadPlan(
+            page_size=self.page_size,
+            node_pages=tuple(len(part.lanes) for part in parts),
+            copies=CopyPlan.from_pages(
+                page_size=self.page_size, host_pages=whole.host_pages, device_pages=self.geometry.row_pages(mine)
+            ),
+        )
+
+
+class _LoadReversesItsHostPages(CpSharedLayout):
+    def plan_load(self, parts: Sequence[CpHiCacheNodeMetadata], slot_pages: PageArray) -> LoadPlan:
+        plan = super().plan_load(parts, slot_pages)
+        copies = CopyPlan.from_pages(
+            page_size=self.page_size,
+            host_pages=plan.copies.host_pages()[::-1],
+            device_pages=plan.copies.device_pages(),
+        )
+        return replace(plan, copies=copies)
+
+
+class _ChainRestartsAtEveryNode(CpSharedLayout):
+    def extend_lanes(self, base: int, first_page: int, pages: int) -> LaneArray:
+        return super().extend_lanes(base, 0, pages)
+
+
+class _ConcatReversed(CpSharedLayout):
+    def concat(self, parts: Sequence[CpHiCacheNodeMetadata]) -> CpHiCacheNodeMetadata:
+        return super().concat(parts[::-1])
+
+
+class _SplitKeepsViews(CpSharedLayout):
+    def split(
+        self, metadata: CpHiCacheNodeMetadata, split_len: int
+    ) -> tuple[CpHiCacheNodeMetadata, CpHiCacheNodeMetadata]:
+        first, second = metadata.split(split_len)
+        pages, owned = len(first.lanes), len(first.host_pages)
+        return (
+            replace(first, lanes=metadata.lanes[:pages], host_pages=metadata.host_pages[:owned]),
+            replace(second, lanes=metadata.lanes[pages:], host_pages=metadata.host_pages[owned:]),
+        )
+
+
+class _SplitHostPagesByLogicalPages(CpSharedLayout):
+    """The fault that the design warns of: slicing the first pages of the host pages, not the owned ones."""
+
+    def split(
+        self, metadata: CpHiCacheNodeMetadata, split_len: int
+    ) -> tuple[CpHiCacheNodeMetadata, CpHiCacheNodeMetadata]:
+        first, second = metadata.split(split_len)
+        if len(first.host_pages) and len(second.host_pages):
+            pool = np.concatenate([second.host_pages, first.host_pages])
+            first = replace(first, host_pages=pool[: len(first.host_pages)].copy())
+            second = replace(second, host_pages=pool[len(first.host_pages) :].copy())
+        return first, second
+
+
+class _SplitRoundsDown(CpSharedLayout):
+    def split(
+        self, metadata: CpHiCacheNodeMetadata, split_len: int
+    ) -> tuple[CpHiCacheNodeMetadata, CpHiCacheNodeMetadata]:
+        return metadata.split(split_len // self.page_size * self.page_size)
+
+
+class _LogicalCapacityOfOneRank(CpSharedLayout):
+    def logical_tokens(self, physical_tokens: int) -> int:
+        return physical_tokens
+
+
+class _EveryRankTakesEverything(CpSharedLayout):
+    def plan_backup(self, slot_pages: PageArray) -> BackupPlan:
+        return replace(super().plan_backup(slot_pages), device_pages=self.geometry.row_pages(slot_pages))
+
+
+@pytest.mark.parametrize(
+    ("broken", "noticed_by"),
+    [
+        (_BaseFromRank, "test_all_ranks_answer_alike"),
+        (_DemandOfThisRankOnly, "test_demand_is_what_each_lane_really_copies"),
+        (_DemandOfThisRankOnly, "test_all_ranks_answer_alike"),
+        (_ReservedPagesAccepted, "test_reserved_pages_are_refused_and_the_others_fill_every_pool_once"),
+        (_LogicalCapacityOfOneRank, "test_reserved_pages_are_refused_and_the_others_fill_every_pool_once"),
+        (_LoadIgnoresOwners, "test_a_load_into_wrong_lanes_or_a_wrong_number_of_slots_raises_on_every_rank"),
+        (_LoadReversesItsHostPages, "test_bytes_come_back_at_the_same_positions"),
+        (_ChainRestartsAtEveryNode, "test_lanes_of_a_chain_start_at_its_base_and_can_be_computed_piece_by_piece"),
+        (_ConcatReversed, "test_split_and_concat_are_inverse"),
+        (_ConcatReversed, "test_bytes_come_back_at_the_same_positions"),
+        (_SplitKeepsViews, "test_metadata_keeps_no_other_memory_alive"),
+        (_SplitHostPagesByLogicalPages, "test_the_halves_of_every_split_have_the_right_lengths_and_host_pages"),
+        (_SplitHostPagesByLogicalPages, "test_bytes_come_back_at_the_same_positions"),
+        (_SplitRoundsDown, "test_a_split_outside_the_node_or_off_a_page_raises_value_error"),
+        (_EveryRankTakesEverything, "test_pages_of_a_backup_are_disjoint_between_lanes_and_cover_the_node"),
+    ],
+)
+def test_a_broken_strategy_is_noticed(broken: type[CpSharedLayout], noticed_by: str) -> None:
+    class Broken(_Binding):
+        pass
+
+    Broken.broken = broken
+    with pytest.raises((AssertionError, pytest.fail.Exception)):
+        getattr(Broken(), noticed_by)()
+    getattr(_Binding(), noticed_by)()
+
+
+def test_a_mapping_that_is_consistently_another_one_is_noticed_if_homes_are_stated() -> None:
+    class Shifted(CpSharedLayout):
+        def lanes_of(self, slot_pages: PageArray) -> LaneArray:
+            return super().lanes_of(slot_pages + 1)
+
+        def plan_backup(self, slot_pages: PageArray) -> BackupPlan:
+            if int(slot_pages.min(initial=self.lane_count)) < self.lane_count:
+                raise LayoutConfigError("reserved")
+            return super().plan_backup(slot_pages + 1)
+
+    class Stated(_Binding):
+        broken = Shifted
+
+        def stated_home(self, slot_page: int, shard_size: int) -> tuple[int, int]:
+            return slot_page % shard_size, slot_page // shard_size
+
+    with pytest.raises(AssertionError, match="is not at"):
+        Stated().test_pages_lie_where_the_binding_says()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _MetadataWithANewField(CpHiCacheNodeMetadata):
+    hit_count: int = 0
+
+    @classmethod
+    def extend(cls, data: CpHiCacheNodeMetadata, hit_count: int) -> _MetadataWithANewField:
+        return cls(
+            page_size=data.page_size,
+            cp_size=data.cp_size,
+            cp_rank=data.cp_rank,
+            lanes=data.lanes,
+            host_pages=data.host_pages,
+            hit_count=hit_count,
+        )
+
+
+class _CountsHitsButForgetsThemOnSplit(CpSharedLayout):
+    def finish_backup(self, plan: BackupPlan, host_pages: PageArray) -> _MetadataWithANewField:
+        return _MetadataWithANewField.extend(super().finish_backup(plan, host_pages), hit_count=3)
+
+    def split(
+        self, metadata: CpHiCacheNodeMetadata, split_len: int
+    ) -> tuple[_MetadataWithANewField, _MetadataWithANewField]:
+        first, second = metadata.split(split_len)
+        return _MetadataWithANewField.extend(first, 0), _MetadataWithANewField.extend(second, 0)
+
+
+def test_a_metadata_field_without_a_split_rule_is_noticed() -> None:
+    class Binding(_Binding):
+        broken = _CountsHitsButForgetsThemOnSplit
+
+    with pytest.raises(AssertionError, match=r"decide a split rule for metadata fields \['hit_count'\]"):
+        Binding().test_every_metadata_field_has_a_split_rule_and_keeps_it()
+
+
+def test_a_metadata_field_that_a_split_forgets_is_noticed() -> None:
+    class Binding(_Binding):
+        broken = _CountsHitsButForgetsThemOnSplit
+        split_rules: ClassVar = {**_Binding.split_rules, "hit_count": same}
+
+    with pytest.raises(AssertionError, match="field 'hit_count' breaks its rule"):
+        Binding().test_every_metadata_field_has_a_split_rule_and_keeps_it()
+
+
+def test_a_split_rule_for_a_field_that_is_gone_is_noticed() -> None:
+    class Binding(_Binding):
+        split_rules: ClassVar = {**_Binding.split_rules, "host_len": same}
+
+    with pytest.raises(AssertionError, match=r"split_rules names \['host_len'\]"):
+        Binding().test_every_metadata_field_has_a_split_rule_and_keeps_it()

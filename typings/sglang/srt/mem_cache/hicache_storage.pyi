@@ -1,0 +1,5 @@
+from enum import StrEnum
+
+class PoolName(StrEnum):
+    KV = "kv"
+    INDEXER = "indexer"

@@ -1,0 +1,31 @@
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from sglang.srt.mem_cache.memory_pool import KVCache
+from sglang.srt.mem_cache.pool_host.base import HostKVCache
+
+class L2Transfer(NamedTuple):
+    host_pool: HostKVCache
+    device_pool: KVCache
+    host_indices: torch.Tensor
+    device_indices: torch.Tensor
+    layer_mapper: Callable[[int], int | None] | None = None
+    is_draft: bool = False
+
+class TransferCompletion(NamedTuple):
+    start_event: torch.Event
+    finish_event: torch.Event
+    timing_enabled: bool
+
+class L2TransferEngine:
+    def __init__(self, io_backend: str) -> None: ...
+    def submit_device_to_host(self, transfers: list[L2Transfer]) -> TransferCompletion: ...
+    def submit_host_to_device(
+        self,
+        transfers: list[L2Transfer],
+        *,
+        layer_num: int,
+        start_event: torch.Event | None = None,
+        on_layer_done: Callable[[int], None] | None = None,
+    ) -> TransferCompletion: ...

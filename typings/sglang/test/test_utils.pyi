@@ -1,0 +1,3 @@
+import unittest
+
+class CustomTestCase(unittest.TestCase): ...
