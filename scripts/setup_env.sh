@@ -65,11 +65,14 @@ step() {
             say "  $((SECONDS - since)) s: $(grep -E '^(Collecting|Downloading|Processing|Installing|Building)' "$log" | tail -n 1 | cut -c1-72)"
         fi
     done
-    local pid=$step_pid
+    local pid=$step_pid status=0
     step_pid=
-    if ! wait "$pid"; then
+    wait "$pid" || status=$?
+    if ((status != 0)); then
         tail -n 15 "$log" >&2
-        rm -f "$in_progress" # pip refused and left the environment whole: the next call goes on from here
+        # pip's own refusal (status 1) leaves the environment whole, so the next call goes on from here; after a kill
+        # it may be anything, and is built anew.
+        if ((status == 1)); then rm -f "$in_progress"; fi
         die "failed: $title (all of it in $log)"
     fi
 }

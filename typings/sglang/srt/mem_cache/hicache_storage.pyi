@@ -1,5 +1,5 @@
-from enum import StrEnum
+from enum import Enum
 
-class PoolName(StrEnum):
+class PoolName(str, Enum):  # noqa: UP042  # a StrEnum would print its members otherwise
     KV = "kv"
     INDEXER = "indexer"

@@ -1,5 +1,5 @@
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from sglang.srt.mem_cache.memory_pool import KVCache
@@ -13,12 +13,15 @@ class L2Transfer(NamedTuple):
     layer_mapper: Callable[[int], int | None] | None = None
     is_draft: bool = False
 
+# Events of whatever device; `HiCacheAck` says what is done with them.
 class TransferCompletion(NamedTuple):
-    start_event: torch.Event
-    finish_event: torch.Event
+    start_event: Any
+    finish_event: Any
     timing_enabled: bool
 
 class L2TransferEngine:
+    device_to_host_stream: torch.Stream
+    host_to_device_stream: torch.Stream
     def __init__(self, io_backend: str) -> None: ...
     def submit_device_to_host(self, transfers: list[L2Transfer]) -> TransferCompletion: ...
     def submit_host_to_device(

@@ -1,6 +1,18 @@
-from typing import ClassVar
+from typing import Any, ClassVar, TypeAlias
 
 import torch
+
+# Anything that has the attributes of SGLang's `Req` that are read.
+_Request: TypeAlias = Any
+
+class ReqToTokenPool:
+    req_to_token: torch.Tensor
+    def __init__(self, size: int, max_context_len: int, device: str, enable_memory_saver: bool) -> None: ...
+    def write(self, indices: tuple[object, slice], values: torch.Tensor) -> None: ...
+    def available_size(self) -> int: ...
+    def alloc(self, reqs: list[_Request]) -> list[int] | None: ...
+    def free(self, req: _Request) -> None: ...
+    def clear(self) -> None: ...
 
 class KVCache:
     layer_shard_enabled: bool

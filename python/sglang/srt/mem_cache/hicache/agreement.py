@@ -65,8 +65,8 @@ class RankAgreement:
         return tuple(int(value) for value in buffer.tolist())
 
     def _follow_first_stage(self, buffer: torch.Tensor, group: dist.ProcessGroup) -> None:
-        for send in self._sends:
-            send.wait()
+        for earlier in self._sends:
+            earlier.wait()
         self._sends.clear()
         if self._pp_rank > 0:
             dist.recv(buffer, group_src=self._pp_rank - 1, group=group, tag=P2PTag.HIRADIX_PP_SYNC)

@@ -102,7 +102,8 @@ class HiCacheController(SGLangHiCacheController, Generic[MetadataT]):
 
     # Device to host.
 
-    def write(self, slot_pages: PageArray, *, node_id: int) -> MetadataT | HostShortfall:
+    # Only our tree calls `write` and `load` of this class, so they take pages and metadata, not SGLang's index tensors.
+    def write(self, slot_pages: PageArray, *, node_id: int) -> MetadataT | HostShortfall:  # type: ignore[override]
         """Back up a node whose logical pages are `slot_pages`, shape ``[pages]``, and submit the copy.
 
         Returns the node's metadata, with exactly one ack for `node_id` queued on every rank, also where the
@@ -124,7 +125,7 @@ class HiCacheController(SGLangHiCacheController, Generic[MetadataT]):
 
     # Host to device.
 
-    def load(self, parts: Sequence[MetadataT], *, node_id: int) -> PageArray | None:
+    def load(self, parts: Sequence[MetadataT], *, node_id: int) -> PageArray | None:  # type: ignore[override]  # ditto
         """Allocate slots for the nodes that `parts` describe, in order, and queue their copy.
 
         Returns the logical pages of all nodes, shape ``[pages]``, or None, with nothing changed, if a lane is
@@ -172,7 +173,9 @@ class HiCacheController(SGLangHiCacheController, Generic[MetadataT]):
         return metadata.logical_len
 
     def reset(self) -> None:
-        """Drop queued work and acks and give all host memory back."""
+        """Wait for the copies under way, drop queued work and acks, and give all host memory back."""
+        for ack in (*self.ack_write_queue, *self.ack_load_queue):
+            ack.finish_event.synchronize()
         super().reset()
         self._queued_loads.clear()
         self.mem_pool_host.clear()

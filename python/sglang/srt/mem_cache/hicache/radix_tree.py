@@ -154,14 +154,15 @@ class LayoutRadixTree(RadixCache, Generic[MetadataT]):
                 self._on_hit(node, chunked)
             at += shared
         if at < len(key):
-            node = self._add_leaf(node, key[at:], value[at:].clone(), priority, tick)
+            node = self._add_leaf(node, key[at:], value[at:].clone(), priority)
             self._on_hit(node, chunked)
         return InsertResult(prefix_len=duplicates, last_device_node=node)
 
     def _add_leaf(
-        self, parent: LayoutTreeNode[MetadataT], key: RadixKey, value: torch.Tensor, priority: int, tick: int
+        self, parent: LayoutTreeNode[MetadataT], key: RadixKey, value: torch.Tensor, priority: int
     ) -> LayoutTreeNode[MetadataT]:
-        leaf = self._new_node(key, priority=priority, tick=tick)
+        # A tick of its own: it is younger than the sibling that a split has just left beside it.
+        leaf = self._new_node(key, priority=priority, tick=self._now())
         leaf.parent = parent
         parent.children[key.child_key(self.page_size)] = leaf
         self._put_on_device(leaf, value)

@@ -55,13 +55,14 @@ class LayoutContract(LayoutHarness[MetadataT]):
                 f"{case}: pages {group.usable_pages} must fill row pages 1 .. {row_pages} of every lane (0 is padding)"
             )
             for page, layout in itertools.product(range(group.usable_pages[0]), group.layouts):
-                reserved = np.array([page], dtype=np.int64)
-                one = layout.plan_backup(np.array(group.usable_pages[:1], dtype=np.int64))
+                usable = group.usable_pages[-1]
+                one = layout.plan_backup(np.array([usable], dtype=np.int64))
                 metadata = layout.finish_backup(one, np.arange(one.owned_pages, dtype=np.int64))
                 with pytest.raises(LayoutConfigError):
-                    layout.plan_backup(reserved)
-                with pytest.raises(LayoutConfigError):
-                    layout.plan_load([metadata], reserved)
+                    layout.plan_load([metadata], np.array([page], dtype=np.int64))
+                for pages in ([page], [usable, page], [page, usable]):
+                    with pytest.raises(LayoutConfigError):
+                        layout.plan_backup(np.array(pages, dtype=np.int64))
 
     def test_pages_lie_where_the_binding_says(self) -> None:
         for case in self._corners():

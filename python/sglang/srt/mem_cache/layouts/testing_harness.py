@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Generic
 
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from .protocol import KVLayoutStrategy, MetadataT
@@ -118,7 +118,12 @@ class LayoutHarness(ABC, Generic[MetadataT]):
         for case in self._corners():
             check(case)
 
-        @settings(max_examples=self.max_examples, deadline=None, database=None)
+        @settings(
+            max_examples=self.max_examples,
+            deadline=None,
+            database=None,
+            suppress_health_check=[HealthCheck.too_slow],  # a busy machine is not a failure
+        )
         @given(
             case=st.builds(
                 LayoutCase,

@@ -1,8 +1,2 @@
-import torch
-from sglang.srt.mem_cache.memory_pool import KVCache
-
-class PagedTokenToKVPoolAllocator:
-    def __init__(
-        self, size: int, page_size: int, dtype: torch.dtype, device: str, kvcache: KVCache, need_sort: bool
-    ) -> None: ...
-    def alloc(self, need_size: int) -> torch.Tensor | None: ...
+from sglang.srt.mem_cache.allocator.base import BaseTokenToKVPoolAllocator as BaseTokenToKVPoolAllocator
+from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator as PagedTokenToKVPoolAllocator

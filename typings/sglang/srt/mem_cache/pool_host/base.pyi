@@ -11,7 +11,6 @@ class HostKVCache:
     layout: str
     size: int
     page_num: int
-    layer_num: int
     size_per_token: int
     kv_buffer: torch.Tensor | tuple[torch.Tensor, torch.Tensor]
     def alloc(self, need_size: int) -> torch.Tensor | None: ...

@@ -1,5 +1,5 @@
 from collections import defaultdict
-from typing import Protocol
+from typing import Protocol, type_check_only
 
 import torch
 
@@ -7,6 +7,7 @@ class HostTensorAllocator:
     def allocate(self, dims: tuple[int, ...], dtype: torch.dtype, device: str) -> torch.Tensor: ...
 
 # How SGLang's host pools call an entry of the table below.
+@type_check_only
 class _AllocateHostMemory(Protocol):
     def __call__(
         self,

@@ -68,7 +68,7 @@ def config() -> ReplayConfig:
 
 @pytest.fixture
 def trace() -> Trace:
-    """Three requests of 2,000 tokens together; the last two begin with the block of the first."""
-    prompts = ((512, (0,)), (1000, (0, 1)), (488, (0,)))
+    """Three requests of 2,000 tokens together; the second begins with the block of the first."""
+    prompts = ((512, (0,)), (1000, (0, 1)), (488, (5,)))
     requests = tuple(TraceRequest(timestamp_ms=0, prompt_tokens=n, block_ids=ids) for n, ids in prompts)
     return Trace(name="made.jsonl", requests=requests, block_tokens=512)

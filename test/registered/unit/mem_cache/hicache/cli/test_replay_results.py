@@ -173,7 +173,7 @@ def test_the_json_form_tells_the_trace_and_every_option(
         "block_tokens": 512,
         "prompt_tokens": 2000,
         "longest_prompt_tokens": 1000,
-        "infinite_cache_hit_share": (512 + 488) / 2000,
-        "infinite_cache_block_hit_share": 2 / 4,
+        "infinite_cache_hit_share": 512 / 2000,
+        "infinite_cache_block_hit_share": 1 / 4,
     }
     assert ReplayConfig(**(read["config"] | {"layouts": tuple(read["config"]["layouts"])})) == config

@@ -124,10 +124,10 @@ def test_an_infinite_cache_hits_whole_blocks_behind_the_same_prefix_only() -> No
 
 
 def test_an_infinite_cache_serves_the_known_part_of_a_longer_block_and_nothing_after_it() -> None:
-    trace = _make_trace((6, (1, 2)), (12, (1, 2, 3)), (12, (1, 2, 3)), (5, (1, 2)))
+    trace = _make_trace((6, (1, 2)), (12, (1, 2, 3)), (12, (1, 2, 3)), (5, (1, 2)), (8, (1, 2)))
     hits = trace.infinite_cache_hits()
-    assert hits.hit_tokens == 0 + 6 + 12 + 5
-    assert hits.hit_blocks == 0 + 1 + 3 + 2
+    assert hits.hit_tokens == 0 + 6 + 12 + 5 + 8
+    assert hits.hit_blocks == 0 + 1 + 3 + 2 + 2
 
 
 BAD_LINES = {

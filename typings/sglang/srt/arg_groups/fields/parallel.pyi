@@ -1,0 +1,3 @@
+class Parallel:
+    tp_size: int
+    pp_size: int

@@ -1,0 +1,2 @@
+class Serving:
+    served_model_name: str | None

@@ -1,0 +1,5 @@
+from enum import Enum
+
+class StorageMedium(str, Enum):  # noqa: UP042  # a StrEnum would print its members otherwise
+    GPU = "GPU"
+    CPU = "CPU_PINNED"

@@ -1,0 +1,92 @@
+import abc
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from sglang.srt.managers.cache_controller import HiCacheController
+from sglang.srt.mem_cache.events import KVCacheEventRecorder
+from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.observability.metrics_collector import RadixCacheMetricsCollector
+
+# What a cache calls its nodes: any object, which only the cache that made it can read.
+_NodeHandle: TypeAlias = Any
+
+@dataclass(frozen=True)
+class CacheRequestHandle:
+    rid: str
+    attempt_id: int
+
+@dataclass(kw_only=True)
+class MatchPrefixParams:
+    key: RadixKey
+
+# SGLang lets `key` out for caches that need none; trees do need it.
+@dataclass(kw_only=True)
+class InsertParams:
+    key: RadixKey
+    value: torch.Tensor | None = None
+    chunked: bool = False
+    priority: int = 0
+
+@dataclass(kw_only=True)
+class InsertResult:
+    prefix_len: int
+    last_device_node: _NodeHandle = None
+
+@dataclass(kw_only=True)
+class EvictParams:
+    num_tokens: int = 0
+
+@dataclass(kw_only=True)
+class EvictResult:
+    num_tokens_evicted: int = 0
+
+@dataclass(kw_only=True)
+class IncLockRefResult:
+    delta: int | None = None
+
+@dataclass(kw_only=True)
+class DecLockRefParams:
+    node_id: int | None = None
+
+@dataclass(kw_only=True)
+class DecLockRefResult:
+    delta: int | None = None
+
+@dataclass(kw_only=True)
+class InitLoadBackParams:
+    best_match_node: _NodeHandle
+    host_hit_length: int
+    mem_quota: int | None = None
+
+class MatchResult(NamedTuple):
+    device_indices: torch.Tensor
+    last_device_node: _NodeHandle
+    last_host_node: _NodeHandle
+    best_match_node: _NodeHandle
+    host_hit_length: int = 0
+
+class BasePrefixCache(abc.ABC):
+    page_size: int
+    disable: bool
+    metrics_collector: RadixCacheMetricsCollector | None
+    cache_controller: HiCacheController | None
+    kv_events: KVCacheEventRecorder | None
+    def update_eviction_metrics(self, num_evicted: int, start_time: float) -> None: ...
+    def release_host_resources(self) -> None: ...
+    @abc.abstractmethod
+    def reset(self) -> None: ...
+    @abc.abstractmethod
+    def match_prefix(self, params: MatchPrefixParams) -> MatchResult: ...
+    @abc.abstractmethod
+    def evict(self, params: EvictParams) -> EvictResult: ...
+    @abc.abstractmethod
+    def inc_lock_ref(self, node: _NodeHandle) -> IncLockRefResult: ...
+    @abc.abstractmethod
+    def dec_lock_ref(self, node: _NodeHandle, params: DecLockRefParams | None = None) -> DecLockRefResult: ...
+    def evictable_size(self) -> int: ...
+    def protected_size(self) -> int: ...
+    def total_size(self) -> int: ...
+    def init_load_back(self, params: InitLoadBackParams) -> tuple[torch.Tensor, _NodeHandle] | None: ...
+    def ready_to_load_host_cache(self) -> int: ...
+    def check_hicache_events(self) -> None: ...

@@ -1,0 +1,25 @@
+from dataclasses import dataclass
+from typing import Any
+
+from sglang.srt.mem_cache.allocator.base import BaseTokenToKVPoolAllocator
+from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+from torch.distributed import ProcessGroup
+
+@dataclass(kw_only=True)
+class CacheInitParams:
+    disable: bool
+    req_to_token_pool: ReqToTokenPool | None
+    token_to_kv_pool_allocator: BaseTokenToKVPoolAllocator
+    page_size: int
+    is_eagle: bool = False
+    tp_cache_group: ProcessGroup | None = None
+    attn_cp_cache_group: ProcessGroup | None = None
+    attn_tp_cache_group: ProcessGroup | None = None
+    pp_cache_group: ProcessGroup | None = None
+    eviction_policy: str = "lru"
+    eviction_policy_config: dict[str, Any] | None = None
+    disable_finished_insert: bool = False
+    enable_metrics: bool = False
+    enable_kv_cache_events: bool = False
+    pp_rank: int = 0
+    pp_size: int = 1

@@ -1,0 +1,3 @@
+from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
+
+def evict_from_tree_cache(tree_cache: BasePrefixCache | None, num_tokens: int) -> None: ...
