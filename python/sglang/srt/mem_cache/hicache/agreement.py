@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.distributed as dist
-
 from sglang.srt.distributed.communication_tags import P2PTag
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
-
 from sglang.srt.mem_cache.allocator.base import BaseTokenToKVPoolAllocator
+
 from sglang.srt.mem_cache.layouts.config import check_range
 from sglang.srt.mem_cache.layouts.errors import LayoutConfigError, LayoutInvariantError
 from sglang.srt.mem_cache.layouts.pages import (
@@ -27,8 +27,9 @@ from sglang.srt.mem_cache.layouts.pages import (
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from sglang.srt.mem_cache.layouts.registry import AnyKVLayoutStrategy
     from sglang.srt.mem_cache.memory_pool import KVCache
+
+    from sglang.srt.mem_cache.layouts.registry import AnyKVLayoutStrategy
 
 
 class SlotAllocator(Protocol):
@@ -103,9 +104,7 @@ class CPSharedPagedTokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
         page_size = layout.page_size
         check_range("physical_size", physical_size, page_size)
         rank_pages = physical_size // page_size
-        super().__init__(
-            layout.logical_tokens(rank_pages * page_size), page_size, dtype, device, kvcache, need_sort
-        )
+        super().__init__(layout.logical_tokens(rank_pages * page_size), page_size, dtype, device, kvcache, need_sort)
         self.layout = layout
         self.physical_size = physical_size
         self.num_pages = self.size // page_size
@@ -201,22 +200,56 @@ class CPSharedPagedTokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
         ends = [int(n) for n in seq_lens_cpu]
         if sum(ends) - sum(firsts) != extend_num_tokens:
             raise LayoutConfigError(f"extend_num_tokens must be {sum(ends) - sum(firsts)}, got {extend_num_tokens}")
-        last_slots = last_loc.tolist()
-        bases = list(rotation_bases) if rotation_bases is not None else [None] * len(firsts)
-        lanes = [
-            self._chain_lanes(base, last, -(-first // self.page_size), -(-end // self.page_size))
-            for base, last, first, end in zip(bases, last_slots, firsts, ends, strict=True)
-        ]
-        pages = self.alloc_lanes(np.concatenate([np.empty(0, dtype=np.int16), *lanes]))
+        lanes = self._demand(firsts, ends, last_loc, rotation_bases)
+        pages = self._alloc_chain_pages(np.concatenate([np.empty(0, dtype=np.int16), *lanes]))
         if pages is None:
             return None
+        begun = [min(-first % self.page_size, end - first) for first, end in zip(firsts, ends, strict=True)]
         parts, taken = [NO_PAGES], 0
-        for last, first, end, own in zip(last_slots, firsts, ends, lanes, strict=True):
-            begun = min(-first % self.page_size, end - first)
+        for first, end, begun_tokens, own in zip(firsts, ends, begun, lanes, strict=True):
             fresh = tokens_of_pages(pages[taken : taken + len(own)], self.page_size).numpy()
-            parts += [last + 1 + np.arange(begun, dtype=np.int64), fresh[: end - first - begun]]
+            parts += [np.arange(1, begun_tokens + 1, dtype=np.int64), fresh[: end - first - begun_tokens]]
             taken += len(own)
-        return torch.from_numpy(np.concatenate(parts)).to(self.device, non_blocking=True)
+        slots = torch.from_numpy(np.concatenate(parts)).to(self.device, non_blocking=True)
+        return self._after_last_slots(slots, last_loc, ends, firsts, begun)
+
+    def _demand(
+        self,
+        firsts: list[int],
+        ends: list[int],
+        last_loc: torch.Tensor,
+        rotation_bases: Sequence[int | None] | None,
+    ) -> list[LaneArray]:
+        """Lanes of the new pages of each request. Looks at the device only for a request whose base is unknown."""
+        bases = list(rotation_bases) if rotation_bases is not None else [None] * len(firsts)
+        spans = [(-(-first // self.page_size), -(-end // self.page_size)) for first, end in zip(firsts, ends, strict=True)]
+        unknown = any(
+            base is None and first_page and end_page > first_page
+            for base, (first_page, end_page) in zip(bases, spans, strict=True)
+        )
+        last_slots = last_loc.tolist() if unknown else [-1] * len(firsts)
+        return [
+            self._chain_lanes(base, last, first_page, end_page)
+            for base, last, (first_page, end_page) in zip(bases, last_slots, spans, strict=True)
+        ]
+
+    def _after_last_slots(
+        self, slots: torch.Tensor, last_loc: torch.Tensor, ends: list[int], firsts: list[int], begun: list[int]
+    ) -> torch.Tensor:
+        """Turn the first ``begun[i]`` slots of request i, so far 1, 2, ..., into those that follow its last one."""
+        if not any(begun):
+            return slots
+        counts = np.array(ends, dtype=np.int64) - np.array(firsts, dtype=np.int64)
+        starts = np.cumsum(counts) - counts
+        at = np.concatenate([start + np.arange(tokens) for start, tokens in zip(starts, begun, strict=True)])
+        requests = np.repeat(np.arange(len(begun)), begun)
+        where = torch.from_numpy(np.stack([at, requests])).to(self.device, non_blocking=True)
+        slots.index_add_(0, where[0], last_loc.to(torch.int64)[where[1]])
+        return slots
+
+    def _alloc_chain_pages(self, lanes: LaneArray) -> PageArray | None:
+        """Pages for requests, in the lanes that their chains should have, or None with nothing taken."""
+        return self.alloc_lanes(lanes)
 
     def alloc_decode(
         self, seq_lens: torch.Tensor, seq_lens_cpu: torch.Tensor, last_loc: torch.Tensor

@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING, Generic
 from sglang.srt.managers.cache_controller import HiCacheAck
 from sglang.srt.managers.cache_controller import HiCacheController as SGLangHiCacheController
 from sglang.srt.mem_cache.hicache_storage import PoolName
+
 from sglang.srt.mem_cache.layouts.errors import LayoutInvariantError
 from sglang.srt.mem_cache.layouts.pages import NO_PAGES, PageArray, pages_of_tokens, tokens_of_pages
 from sglang.srt.mem_cache.layouts.plans import CopyPlan, LoadPlan
 from sglang.srt.mem_cache.layouts.protocol import KVLayoutStrategy, MetadataT
 
 from .host_ledger import HostLedger
-from .transfer import HostTransfer
+from .transfer import HostTransfer, Transfer
 
 if TYPE_CHECKING:
     import threading
@@ -90,7 +91,7 @@ class HiCacheController(SGLangHiCacheController, Generic[MetadataT]):
         )
         self.layout = layout
         self.slots = slots
-        self.transfer = HostTransfer(
+        self.transfer: Transfer = HostTransfer(
             host_pool=host_pool, device_pool=allocator.get_kvcache(), io_backend=settings.io_backend
         )
         self.l2_transfer_engine = self.transfer.engine

@@ -41,6 +41,9 @@ def _accounting(cache: HiRadixCache[Any], nodes: list[LayoutTreeNode[Any]], held
     protected = sum(node.tokens for node in on_device if node.lock_ref > 0)
     yield from _differ("evictable tokens", cache.evictable_size_, evictable)
     yield from _differ("protected tokens", cache.protected_size_, protected)
+    unlocked = _concat([node.slot_pages for node in on_device if node.lock_ref == 0])
+    by_lane = np.bincount(cache.layout.lanes_of(unlocked), minlength=cache.layout.lane_count)
+    yield from _differ("evictable pages by lane", cache.evictable_lane_pages.tolist(), by_lane.tolist())
     allocator = cache.token_to_kv_pool_allocator
     total = allocator.available_size() + evictable + protected + held_pages * cache.page_size
     yield from _differ("slots: available + evictable + protected + held", total, allocator.size)

@@ -36,15 +36,15 @@ class NoStorageTier:
     def prefetch_from_storage(self, *_request: object, **_named: object) -> None:
         """No prefetch is started."""
 
-    def check_prefetch_progress(self, handle: CacheRequestHandle) -> bool:  # noqa: ARG002
+    def check_prefetch_progress(self, handle: CacheRequestHandle) -> bool:
         """A request never waits for a prefetch."""
         return True
 
-    def has_ongoing_prefetch(self, handle: CacheRequestHandle) -> bool:  # noqa: ARG002
+    def has_ongoing_prefetch(self, handle: CacheRequestHandle) -> bool:
         """No prefetch is under way."""
         return False
 
-    def pop_prefetch_loaded_tokens(self, handle: CacheRequestHandle) -> int:  # noqa: ARG002
+    def pop_prefetch_loaded_tokens(self, handle: CacheRequestHandle) -> int:
         """No token came from storage."""
         return 0
 

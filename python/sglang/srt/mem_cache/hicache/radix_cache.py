@@ -20,6 +20,7 @@ import threading
 from typing import TYPE_CHECKING, Generic
 
 from sglang.srt.disaggregation.kv_events import StorageMedium
+
 from sglang.srt.mem_cache.layouts.errors import LayoutInvariantError
 from sglang.srt.mem_cache.layouts.protocol import KVLayoutStrategy, MetadataT
 
@@ -37,10 +38,10 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import torch
-
     from sglang.srt.managers.cache_controller import HiCacheAck
     from sglang.srt.mem_cache.base_prefix_cache import InitLoadBackParams
     from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+
     from sglang.srt.mem_cache.layouts.pages import PageArray
 
     from .settings import HiCacheSettings, ShardGroup
@@ -53,8 +54,9 @@ class HiRadixCache(NoStorageTier, TieredRadixTree[MetadataT], Generic[MetadataT]
     """A radix cache with a host tier whose pages a layout strategy places.
 
     `layout` is the one strategy object that allocator, controller and tree share; `group` the ranks that it
-    shards over. `agreement` replaces SGLang's process groups as the way to compare ranks. Raises `LayoutConfigError`, before any host memory is taken, if the strategy refuses the pool,
-    the allocator, the group or the storage backend.
+    shards over; `agreement` replaces SGLang's process groups as the way to compare ranks. Raises
+    `LayoutConfigError`, before any host memory is taken, if the strategy refuses the pool, the allocator, the
+    group or the storage backend.
     """
 
     def __init__(
@@ -154,7 +156,7 @@ class HiRadixCache(NoStorageTier, TieredRadixTree[MetadataT], Generic[MetadataT]
             slot_pages = self.cache_controller.load(parts, node_id=load_id)
         if slot_pages is None:
             logger.warning(
-                "load_back: no room for %d tokens of node %d after eviction; they are recomputed (evictable tokens: %d)",
+                "load_back: no room for %d tokens of node %d even after eviction; recomputing them (%d tokens evictable)",
                 sum(part.logical_len for part in parts),
                 load_id,
                 self.evictable_size_,

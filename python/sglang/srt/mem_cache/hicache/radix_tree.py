@@ -11,14 +11,15 @@ import sys
 from array import array
 from typing import TYPE_CHECKING, Generic, TypeVar
 
+import numpy as np
 import torch
-
 from sglang.srt.mem_cache.base_prefix_cache import DecLockRefResult, IncLockRefResult, InsertResult, MatchResult
-from sglang.srt.mem_cache.layouts.errors import LayoutInvariantError
-from sglang.srt.mem_cache.layouts.pages import NO_PAGES, PageArray, pages_of_tokens
-from sglang.srt.mem_cache.layouts.protocol import KVLayoutStrategy, MetadataT
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
 from sglang.srt.mem_cache.utils import compute_node_hash_values, split_node_hash_value
+
+from sglang.srt.mem_cache.layouts.errors import LayoutInvariantError
+from sglang.srt.mem_cache.layouts.pages import PageArray, pages_of_tokens
+from sglang.srt.mem_cache.layouts.protocol import KVLayoutStrategy, MetadataT
 
 from .eviction import EvictionOrder
 from .tree_node import LayoutTreeNode
@@ -36,7 +37,8 @@ class LayoutRadixTree(RadixCache, Generic[MetadataT]):
     """A radix tree over whole pages whose nodes may lie on the device, on the host, or both.
 
     Invariants: a node on the device has its whole prefix on the device; `evictable_size_` and
-    `protected_size_` count the logical tokens on the device that are unlocked and locked.
+    `protected_size_` count the logical tokens on the device that are unlocked and locked,
+    `evictable_lane_pages` the unlocked pages in each lane.
     """
 
     root_node: LayoutTreeNode[MetadataT]
@@ -52,6 +54,7 @@ class LayoutRadixTree(RadixCache, Generic[MetadataT]):
         self.device_order: EvictionOrder[LayoutTreeNode[MetadataT]] = EvictionOrder(self.eviction_strategy.get_priority)
         self.host_order: EvictionOrder[LayoutTreeNode[MetadataT]] = EvictionOrder(self.eviction_strategy.get_priority)
         self.evictable_size_ = 0
+        self.evictable_lane_pages: PageArray = np.zeros(self.layout.lane_count, dtype=np.int64)
         self.protected_size_ = 0
         self.root_node = self._new_node(RadixKey(array("q")), priority=-sys.maxsize)
         self.root_node.value = torch.empty(0, dtype=torch.int64, device=self.device)
@@ -130,7 +133,9 @@ class LayoutRadixTree(RadixCache, Generic[MetadataT]):
         if len(key) == 0:
             return InsertResult(prefix_len=0)
         if value is None or len(value) < len(key):
-            raise LayoutInvariantError(f"insert of {len(key)} tokens came with {0 if value is None else len(value)} slots")
+            raise LayoutInvariantError(
+                f"insert of {len(key)} tokens came with {0 if value is None else len(value)} slots"
+            )
         return self._insert_slots(key, value[: len(key)], params.priority or 0, params.chunked)
 
     def _insert_slots(self, key: RadixKey, value: torch.Tensor, priority: int, chunked: bool) -> InsertResult:
@@ -179,9 +184,7 @@ class LayoutRadixTree(RadixCache, Generic[MetadataT]):
 
     # Structure.
 
-    def _split_node(
-        self, key: RadixKey, child: LayoutTreeNode[MetadataT], split_len: int
-    ) -> LayoutTreeNode[MetadataT]:
+    def _split_node(self, key: RadixKey, child: LayoutTreeNode[MetadataT], split_len: int) -> LayoutTreeNode[MetadataT]:
         """Insert a node above `child` that takes over its first `split_len` tokens, and return it.
 
         Slots and metadata are divided, by the strategy where it is metadata; locks and host protection hold
@@ -246,10 +249,18 @@ class LayoutRadixTree(RadixCache, Generic[MetadataT]):
         return slot_pages
 
     def _count(self, node: LayoutTreeNode[MetadataT], tokens: int) -> None:
+        """Count `tokens`, all of the node's, none, or all of them taken away."""
         if node.lock_ref > 0:
             self.protected_size_ += tokens
-        else:
-            self.evictable_size_ += tokens
+            return
+        self.evictable_size_ += tokens
+        if node.lane_pages is None:
+            lanes = self.layout.lanes_of(node.slot_pages)
+            node.lane_pages = np.bincount(lanes, minlength=self.layout.lane_count)
+        if tokens > 0:
+            self.evictable_lane_pages += node.lane_pages
+        elif tokens < 0:
+            self.evictable_lane_pages -= node.lane_pages
 
     # Locks.
 
@@ -260,7 +271,7 @@ class LayoutRadixTree(RadixCache, Generic[MetadataT]):
     def dec_lock_ref(
         self,
         node: LayoutTreeNode[MetadataT],
-        params: DecLockRefParams | None = None,  # noqa: ARG002
+        params: DecLockRefParams | None = None,
     ) -> DecLockRefResult:
         """Undo one `inc_lock_ref`. `delta` is the change of the evictable tokens (>= 0).
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args
 
+from sglang.srt.runtime_context import get_memory, get_serving
+
 from sglang.srt.mem_cache.layouts.config import GroupKind
 from sglang.srt.mem_cache.layouts.errors import LayoutConfigError
-from sglang.srt.runtime_context import get_memory, get_serving
 
 WritePolicy: TypeAlias = Literal["write_through", "write_through_selective", "write_back"]
 WRITE_POLICIES: tuple[str, ...] = get_args(WritePolicy)

@@ -14,9 +14,9 @@ import time
 from typing import TYPE_CHECKING, Generic
 
 import numpy as np
-
 from sglang.srt.disaggregation.kv_events import StorageMedium
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, EvictResult
+
 from sglang.srt.mem_cache.layouts.errors import LayoutInvariantError
 from sglang.srt.mem_cache.layouts.pages import NO_PAGES
 from sglang.srt.mem_cache.layouts.protocol import MetadataT
@@ -27,9 +27,9 @@ from .radix_tree import LayoutRadixTree
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from sglang.srt.mem_cache.layouts.pages import LaneArray, PageArray
-
     from sglang.srt.managers.cache_controller import HiCacheAck
+
+    from sglang.srt.mem_cache.layouts.pages import LaneArray, PageArray
 
     from .agreement import Agreement
     from .allocator import SlotAllocator
@@ -73,7 +73,9 @@ class TieredRadixTree(LayoutRadixTree[MetadataT], Generic[MetadataT]):
                 return 0
             outcome = self.cache_controller.write(node.slot_pages, node_id=node.id)
         if isinstance(outcome, HostShortfall):
-            raise LayoutInvariantError(f"room was made for {outcome.demand_pages} pages, yet {outcome.missing_pages} are missing")
+            raise LayoutInvariantError(
+                f"room was made for {outcome.demand_pages} pages, yet {outcome.missing_pages} are missing"
+            )
         if outcome.logical_len != node.tokens:
             raise LayoutInvariantError(f"metadata of {outcome.logical_len} tokens for node {node.id} of {node.tokens}")
         node.set_metadata(outcome)
@@ -183,8 +185,19 @@ class TieredRadixTree(LayoutRadixTree[MetadataT], Generic[MetadataT]):
         return self.slots.alloc_lanes(lanes)
 
     def _make_device_room(self, lanes: LaneArray) -> None:
+        """Evict until each lane has room for `lanes`.
+
+        If one lane is beyond help while all lanes together could serve, nothing is evicted: it would be in vain.
+        """
         short = np.bincount(lanes, minlength=self.slots.lane_count) - self.slots.room_pages()
+        in_vain = bool((short > self.evictable_lane_pages).any())
+        if in_vain and int(short.sum()) <= int(self.evictable_lane_pages.sum()):
+            return
         self._evict(lambda _, freed: bool((freed >= short).all()))
+
+    def make_device_room(self, lanes: LaneArray) -> None:
+        """Evict until each lane has room for `lanes`, or nothing if it cannot be made."""
+        self._make_device_room(lanes)
 
     def _evict(self, enough: Callable[[int, PageArray], bool]) -> int:
         """Evict in order until ``enough(logical tokens, pages freed in each lane)``; returns the tokens."""

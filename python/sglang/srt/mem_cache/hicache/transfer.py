@@ -11,26 +11,46 @@ every event, so a rank that owns nothing completes like the others.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from sglang.srt.mem_cache.l2_transfer import L2Transfer, L2TransferEngine
+from sglang.srt.mem_cache.pool_host import HostPoolGroup, PoolEntry
+
 from sglang.srt.mem_cache.layouts.errors import LayoutConfigError
 from sglang.srt.mem_cache.layouts.pages import tokens_of_pages
-from sglang.srt.mem_cache.pool_host import HostPoolGroup, PoolEntry
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     import torch
-
     from sglang.srt.managers.cache_controller import LayerLoadingEvent
     from sglang.srt.mem_cache.l2_transfer import TransferCompletion
-    from sglang.srt.mem_cache.layouts.plans import CopyPlan
     from sglang.srt.mem_cache.memory_pool import KVCache
+
+    from sglang.srt.mem_cache.layouts.plans import CopyPlan
 
     from .host_pools import AnyHostPool
 
 DIRECT_LAYOUTS = ("layer_first", "page_first_direct")
+
+
+class Transfer(Protocol):
+    """Performs copy plans in both directions; what the controller needs of it."""
+
+    engine: L2TransferEngine
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes that one token moves, all layers and all pools."""
+        ...
+
+    def back_up(self, copies: CopyPlan) -> TransferCompletion:
+        """Submit device to host. Returns at once; the events tell when the copy runs and ends."""
+        ...
+
+    def load(self, copies: CopyPlan, producer: LayerLoadingEvent) -> TransferCompletion:
+        """Submit host to device, layer by layer; `producer` records an event after each layer."""
+        ...
 
 
 class HostTransfer:

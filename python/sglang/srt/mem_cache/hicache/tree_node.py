@@ -15,13 +15,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Generic
 
-import torch
+from sglang.srt.mem_cache.radix_cache import TreeNode
 
 from sglang.srt.mem_cache.layouts.pages import NO_PAGES, PageArray
 from sglang.srt.mem_cache.layouts.protocol import MetadataT
-from sglang.srt.mem_cache.radix_cache import TreeNode
 
 if TYPE_CHECKING:
+    import torch
     from sglang.srt.mem_cache.radix_cache import RadixKey
 
 
@@ -43,6 +43,7 @@ class LayoutTreeNode(TreeNode, Generic[MetadataT]):
         self.last_access_time = tick
         self.creation_time = tick
         self.slot_pages: PageArray = NO_PAGES
+        self.lane_pages: PageArray | None = None  # pages in each lane, kept by the tree while it counts them
         self.metadata: MetadataT | None = None
         self.device_children = 0
         self.host_children = 0
@@ -84,6 +85,7 @@ class LayoutTreeNode(TreeNode, Generic[MetadataT]):
             self.parent.device_children += 1
         self.value = value
         self.slot_pages = slot_pages
+        self.lane_pages = None
 
     def clear_slots(self) -> None:
         """Take the node off the device; its slots are the caller's to free."""
@@ -91,6 +93,7 @@ class LayoutTreeNode(TreeNode, Generic[MetadataT]):
             self.parent.device_children -= 1
         self.value = None
         self.slot_pages = NO_PAGES
+        self.lane_pages = None
 
     def set_metadata(self, metadata: MetadataT) -> None:
         """Record a host copy."""

@@ -2,6 +2,16 @@ import torch
 from sglang.srt.mem_cache.allocator.base import BaseTokenToKVPoolAllocator
 from sglang.srt.mem_cache.memory_pool import KVCache
 
+def alloc_extend_naive(
+    prefix_lens: torch.Tensor,
+    seq_lens: torch.Tensor,
+    last_loc: torch.Tensor,
+    free_pages: torch.Tensor,
+    out_indices: torch.Tensor,
+    page_size: int,
+    device: str,
+) -> None: ...
+
 class PagedTokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
     num_pages: int
     def __init__(

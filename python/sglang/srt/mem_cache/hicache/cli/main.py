@@ -117,6 +117,7 @@ def cli() -> None:
 @click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write the results to this file.")
 @click.option("--plot", "plot_path", type=click.Path(path_type=Path), help="Write a PNG of hit share over the trace.")
 @click.option("--seed", type=click.IntRange(0, options.MAX_SEED), default=0, help="Seed of the KV bytes and samples.")
+@click.option("--traceback", "show_traceback", is_flag=True, help="If a rank fails, show where in its code.")
 def replay(
     trace: Path | None,
     layouts: tuple[str, ...],
@@ -134,6 +135,7 @@ def replay(
     json_path: Path | None,
     plot_path: Path | None,
     seed: int,
+    show_traceback: bool,
 ) -> int:
     """Replay a request trace through real trees, controllers and pools, one process per rank.
 
@@ -161,7 +163,7 @@ def replay(
         seed=seed,
     )
     check_layouts(config, requests_trace)
-    results = _run(config, requests_trace)
+    results = _run(config, requests_trace, show_traceback)
     _show(config, requests_trace, results, json_path, plot_path)
     return EXIT_OK if all(result.passed for result in results.values()) else EXIT_FAILED
 
@@ -200,12 +202,17 @@ def check_outputs(trace_path: Path, json_path: Path | None, plot_path: Path | No
         raise ReplayInputError(f"--plot {plot_path}: must end with .png")
 
 
-def _run(config: ReplayConfig, trace: Trace) -> dict[str, LayoutResult]:
+def _run(config: ReplayConfig, trace: Trace, show_traceback: bool) -> dict[str, LayoutResult]:
     from sglang.srt.mem_cache.hicache.cli.replay.driver import run_replay
     from sglang.srt.mem_cache.hicache.cli.replay.progress import show_progress
 
-    with show_progress(Console(stderr=True, force_terminal=sys.stderr.isatty())) as on_progress:
-        return run_replay(config, trace, on_progress)
+    try:
+        with show_progress(Console(stderr=True, force_terminal=sys.stderr.isatty())) as on_progress:
+            return run_replay(config, trace, on_progress)
+    except ReplayError as error:
+        if show_traceback and error.__cause__ is not None:
+            print(error.__cause__, file=sys.stderr)
+        raise
 
 
 def _show(

@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     import numpy.typing as npt
+    from sglang.srt.mem_cache.memory_pool import KVCache
 
     from sglang.srt.mem_cache.layouts.pages import PageArray
-    from sglang.srt.mem_cache.memory_pool import KVCache
 
 Words: TypeAlias = "npt.NDArray[np.uint64]"
 
@@ -71,7 +71,7 @@ class KVContent:
         words = rows.view(np.uint64)
         pages = len(words) // rows_per_page
         by_page = words[: pages * rows_per_page].reshape(pages, rows_per_page, words.shape[1])
-        odd = generator.integers(0, 2**63, size=words.shape[1], dtype=np.uint64) * np.uint64(2) + np.uint64(1)
+        odd = generator.integers(0, 2**63, size=(words.shape[1],), dtype=np.uint64) * np.uint64(2) + np.uint64(1)
         self._buffers.append((by_page, odd, generator.integers(0, 2**63, dtype=np.uint64)))
 
     def write(self, row_pages: PageArray, sums: Words) -> None:

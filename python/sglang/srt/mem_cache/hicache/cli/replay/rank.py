@@ -10,18 +10,19 @@ asks which strategy that is.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-
 from sglang.srt.mem_cache.base_prefix_cache import InitLoadBackParams, InsertParams, MatchPrefixParams
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+from sglang.srt.mem_cache.radix_cache import RadixKey
+
 from sglang.srt.mem_cache.hicache.allocator import CPSharedPagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.hicache.cli.replay.content import KVContent, Words, prefix_sums
-from sglang.srt.mem_cache.hicache.cli.replay.results import HitPoint, HitSeriesRecorder
+from sglang.srt.mem_cache.hicache.cli.replay.messages import RankReport
+from sglang.srt.mem_cache.hicache.cli.replay.results import HitSeriesRecorder
 from sglang.srt.mem_cache.hicache.cli.replay.trace import token_ids
 from sglang.srt.mem_cache.hicache.device_pools import DsaGeometry, Geometry, MhaGeometry, MlaGeometry, build_device_pool
 from sglang.srt.mem_cache.hicache.device_pools import bytes_of as device_bytes_of
@@ -29,11 +30,9 @@ from sglang.srt.mem_cache.hicache.digest import tree_digest
 from sglang.srt.mem_cache.hicache.host_pools import host_bytes_of
 from sglang.srt.mem_cache.hicache.radix_cache import HiRadixCache
 from sglang.srt.mem_cache.hicache.settings import HiCacheSettings, ShardGroup
-from sglang.srt.mem_cache.hicache.stats import CacheStats
 from sglang.srt.mem_cache.layouts import GroupKind, LayoutConfig, PoolKind, create_layout
 from sglang.srt.mem_cache.layouts.errors import LayoutInvariantError
 from sglang.srt.mem_cache.layouts.pages import PageArray, pages_of_tokens
-from sglang.srt.mem_cache.radix_cache import RadixKey
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -51,25 +50,6 @@ GEOMETRIES: dict[PoolKind, Geometry] = {
 }
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RankReport:
-    """What one rank found with one layout. Token counts are equal on all ranks if they agree."""
-
-    requests: int
-    device_hit_tokens: int
-    host_hit_tokens: int
-    computed_tokens: int
-    logical_capacity_tokens: int
-    device_bytes: int
-    host_bytes: int
-    used_pages_per_rank: tuple[int, ...]
-    stats: CacheStats
-    digests_equal: bool
-    verified_tokens: int
-    mismatched_tokens: int
-    hit_series: tuple[HitPoint, ...]
-
-
 class RankReplay:
     """Replays a trace on one rank. SGLang's globals, CPU support and process group are the caller's."""
 
@@ -84,9 +64,7 @@ class RankReplay:
             geometry=GEOMETRIES[kind],
         )
         self.layout = create_layout(
-            LayoutConfig(
-                name=layout_name, page_size=config.page_size, shard_size=config.cp_size, shard_rank=rank
-            )
+            LayoutConfig(name=layout_name, page_size=config.page_size, shard_size=config.cp_size, shard_rank=rank)
         )
         self.allocator = CPSharedPagedTokenToKVPoolAllocator(
             layout=self.layout,
@@ -141,9 +119,11 @@ class RankReplay:
         sums = prefix_sums(np.frombuffer(tokens, dtype=np.int64), self._config.seed)
         # The last token of a prompt is always computed: its logits are the answer.
         match = self.cache.match_prefix(MatchPrefixParams(key=RadixKey(tokens[:-1])))
-        loaded, node = self.cache.init_load_back(
-            InitLoadBackParams(best_match_node=match.best_match_node, host_hit_length=match.host_hit_length)
-        )
+        loaded, node = match.device_indices[:0], match.last_device_node
+        if match.host_hit_length:
+            loaded, node = self.cache.init_load_back(
+                InitLoadBackParams(best_match_node=match.best_match_node, host_hit_length=match.host_hit_length)
+            )
         self._wait_for_load()
         self.cache.inc_lock_ref(node)
         cached = torch.cat([match.device_indices, loaded])

@@ -1,0 +1,108 @@
+"""What the user selected, from the flags to every process of the server.
+
+The choice travels as an underscore attribute of SGLang's `ServerArgs`, which SGLang pickles to its schedulers. A
+server without one of our flags has no such attribute, and nothing of this package takes part in it.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from sglang.srt.mem_cache.layouts.config import LayoutConfig
+from sglang.srt.mem_cache.layouts.errors import LayoutConfigError
+from sglang.srt.mem_cache.layouts.registry import create_layout, known_layouts
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from sglang.srt.mem_cache.layouts.registry import AnyKVLayoutStrategy
+    from sglang.srt.server_args import ServerArgs
+
+STRATEGY_FLAG: Final = "--kv-layout-strategy"
+CONFIG_FLAG: Final = "--kv-layout-config"
+CP_SHARED_FLAG: Final = "--enable-nsa-prefill-cp-shared-kv"
+CP_SHARED_LAYOUT: Final = "cp_shared"
+
+ATTRIBUTE: Final = "_kv_layout"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayoutChoice:
+    """The layout strategy of a server and its settings. `flag` is how it was asked for, for messages."""
+
+    strategy: str
+    options: Mapping[str, object] = field(default_factory=dict)
+    flag: str = STRATEGY_FLAG
+
+    @property
+    def asked(self) -> str:
+        """The user's words: ``--kv-layout-strategy cp_shared`` or ``--enable-nsa-prefill-cp-shared-kv``."""
+        return self.flag if self.flag == CP_SHARED_FLAG else f"{self.flag} {self.strategy}"
+
+    def create(self, *, page_size: int, shard_size: int, shard_rank: int) -> AnyKVLayoutStrategy:
+        """The strategy for one rank. `LayoutConfigError` for an unknown name, setting or impossible geometry."""
+        return create_layout(
+            LayoutConfig(
+                name=self.strategy,
+                page_size=page_size,
+                shard_size=shard_size,
+                shard_rank=shard_rank,
+                options=self.options,
+            )
+        )
+
+
+def choose(
+    strategy: str | None, config: str | Mapping[str, object] | None, *, enable_cp_shared: bool
+) -> LayoutChoice | None:
+    """The choice that the three flags make together; None if none of them is given.
+
+    `config` is JSON, ``@file`` with JSON, or, from Python, a mapping. Raises `LayoutConfigError` for a name that is
+    not known, two flags that contradict each other, settings without a strategy, and settings that are no object.
+    """
+    if enable_cp_shared and strategy not in (None, CP_SHARED_LAYOUT):
+        raise LayoutConfigError(
+            f"{CP_SHARED_FLAG} implies {STRATEGY_FLAG} {CP_SHARED_LAYOUT}, got {STRATEGY_FLAG} {strategy}; drop one"
+        )
+    if strategy is None and not enable_cp_shared:
+        if config:
+            raise LayoutConfigError(f"{CONFIG_FLAG} needs {STRATEGY_FLAG}; accepted: {', '.join(known_layouts())}")
+        return None
+    name = strategy or CP_SHARED_LAYOUT
+    if name not in known_layouts():
+        raise LayoutConfigError(f"{STRATEGY_FLAG} must be one of {', '.join(known_layouts())}, got {name!r}")
+    flag = STRATEGY_FLAG if strategy else CP_SHARED_FLAG
+    return LayoutChoice(strategy=name, options=_options(config), flag=flag)
+
+
+def choice_of(server_args: ServerArgs) -> LayoutChoice | None:
+    """The choice that travels with `server_args`."""
+    choice: LayoutChoice | None = getattr(server_args, ATTRIBUTE, None)
+    return choice
+
+
+def attach_choice(server_args: ServerArgs, choice: LayoutChoice) -> None:
+    """Make `choice` travel with `server_args`, replacing an earlier one."""
+    setattr(server_args, ATTRIBUTE, choice)
+
+
+def _options(config: str | Mapping[str, object] | None) -> Mapping[str, object]:
+    if config is None or not isinstance(config, str):
+        return dict(config or {})
+    text = config
+    if config.startswith("@"):
+        try:
+            text = Path(config[1:]).read_text(encoding="utf-8")
+        except OSError as error:
+            reason = error.strerror or error
+            raise LayoutConfigError(f"{CONFIG_FLAG}: cannot read {config[1:]!r}: {reason}; give JSON or @FILE") from error
+    try:
+        options = json.loads(text)
+    except ValueError as error:
+        raise LayoutConfigError(f"{CONFIG_FLAG} must be JSON or @FILE with JSON, got {config!r}: {error}") from error
+    if not isinstance(options, dict):
+        raise LayoutConfigError(f"{CONFIG_FLAG} must be a JSON object, got {config!r}")
+    return options

@@ -1,0 +1,88 @@
+"""An out-of-tree SGLang platform for machines that have nothing but a CPU.
+
+SGLang asks every installed platform whether it applies (`activate`); this one says no wherever SGLang or torch would
+use an accelerator, and wherever the user asked for SGLang's own CPU engine. Where it applies, SGLang gets pools and
+an allocator without Triton and the ``torch_native`` attention backend, in plain torch: slow, exact, and enough to
+run a small model, HiCache and every layout on a laptop.
+"""
+
+from __future__ import annotations
+
+import os
+
+from sglang.srt.platforms.cpu import CpuDeviceMixin
+from sglang.srt.platforms.device_mixin import PlatformEnum
+from sglang.srt.platforms.interface import SRTPlatform
+
+PLATFORM_CLASS = f"{__name__}.HostCpuPlatform"
+
+
+def activate() -> str | None:
+    """Entry point of the group ``sglang.srt.platforms``: the platform's class, or None where it must be inert.
+
+    Called while SGLang is being imported, so it looks at torch and nothing else.
+    """
+    import torch
+
+    wants_cpu_engine = os.environ.get("SGLANG_USE_CPU_ENGINE", "0") == "1"
+    if wants_cpu_engine or torch.accelerator.is_available():
+        return None
+    return PLATFORM_CLASS
+
+
+class HostCpuPlatform(CpuDeviceMixin, SRTPlatform):
+    """Plain torch in host memory."""
+
+    _enum = PlatformEnum.OOT
+    device_name = "cpu"
+    device_type = "cpu"
+
+    def is_pin_memory_available(self, device: object = None) -> bool:  # noqa: ARG002
+        """There is nothing to pin memory for."""
+        return False
+
+    def get_default_attention_backend(self) -> str:
+        """The backend that is plain torch."""
+        return "torch_native"
+
+    def get_mha_kv_pool_cls(self) -> type:
+        """SGLang's own: it runs on a CPU."""
+        from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+
+        return MHATokenToKVPool
+
+    def get_mla_kv_pool_cls(self) -> type:
+        """SGLang's without Triton."""
+        from .pools import CpuMLATokenToKVPool
+
+        return CpuMLATokenToKVPool
+
+    def get_dsa_kv_pool_cls(self) -> type:
+        """SGLang's without Triton."""
+        from .pools import CpuDSATokenToKVPool
+
+        return CpuDSATokenToKVPool
+
+    def get_paged_allocator_cls(self) -> type:
+        """SGLang's without Triton."""
+        from .pools import CpuPagedTokenToKVPoolAllocator
+
+        return CpuPagedTokenToKVPoolAllocator
+
+    def get_graph_runner_cls(self) -> None:  # type: ignore[override]  # SGLang reads None as "no graphs"
+        """There are no graphs to capture."""
+        return
+
+    def get_dispatch_key_name(self) -> str:
+        """Operators run their plain-torch version."""
+        return "native"
+
+
+def use_absorbed_mla() -> None:
+    """Make DeepSeek models on ``torch_native`` attend to the latent rows, the only form that the backend can read."""
+    from sglang.srt.models.deepseek_common.attention_backend_handler import (
+        AttentionBackendRegistry,
+        AttnForwardMethod,
+    )
+
+    AttentionBackendRegistry.register("torch_native", lambda _attention, _batch: AttnForwardMethod.MLA)

@@ -1,0 +1,137 @@
+"""SGLang's pools and slot allocator without Triton: what `platform.HostCpuPlatform` hands to SGLang.
+
+Each overrides the few methods that launch a GPU kernel, and does the same in plain torch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator, alloc_extend_naive
+from sglang.srt.utils import get_num_new_pages
+
+from ..shared_pools import LayoutDSATokenToKVPool, LayoutIndexKeyCache, LayoutMLATokenToKVPool
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.radix_attention import RadixAttention
+    from sglang.srt.mem_cache.index_key_cache import IndexKeyCache
+
+
+class CpuMLATokenToKVPool(LayoutMLATokenToKVPool):
+    """MLA pool in host memory.
+
+    `index_head_dim` is what SGLang passes to every out-of-tree pool; only None has a meaning here.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        page_size: int,
+        dtype: torch.dtype,
+        kv_lora_rank: int,
+        qk_rope_head_dim: int,
+        layer_num: int,
+        device: str,
+        enable_memory_saver: bool,
+        start_layer: int | None = None,
+        end_layer: int | None = None,
+        index_head_dim: int | None = None,
+    ) -> None:
+        if index_head_dim is not None:
+            raise ValueError(f"an MLA pool has no index keys: index_head_dim must be None, got {index_head_dim}")
+        super().__init__(
+            size,
+            page_size,
+            dtype,
+            kv_lora_rank,
+            qk_rope_head_dim,
+            layer_num,
+            device,
+            enable_memory_saver,
+            start_layer,
+            end_layer,
+        )
+
+    def _scatter_mla_rows(
+        self, dst_buffer: torch.Tensor, loc: torch.Tensor, cache_k_nope: torch.Tensor, cache_k_rope: torch.Tensor
+    ) -> None:
+        _scatter_rows(dst_buffer, loc, cache_k_nope, cache_k_rope)
+
+    def get_mla_kv_buffer(
+        self, layer: RadixAttention, loc: torch.Tensor, dst_dtype: torch.dtype | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Latent and rotary parts at the slots `loc`, each ``[tokens, 1, width]``."""
+        rows = self.get_key_buffer(layer.layer_id)[loc.long()].to(dst_dtype or self.dtype)
+        return rows[..., : self.kv_lora_rank], rows[..., self.kv_lora_rank :]
+
+
+class CpuIndexKeyCache(LayoutIndexKeyCache):
+    """Index keys in host memory: a page is ``page_size`` keys, then as many scales."""
+
+    def store_quantized(
+        self, layer_id: int, loc: torch.Tensor, index_k: torch.Tensor, index_k_scale: torch.Tensor
+    ) -> None:
+        """Store keys, 1 byte an element, and float32 scales at the slots `loc` that this rank keeps."""
+        rows = self.pool.access.rows(loc)
+        page_size, width = self.pool.page_size, self.pool.index_head_dim
+        pages = self.buffer[layer_id - self.pool.start_layer]
+        keys = pages[:, : page_size * width].unflatten(1, (page_size, width))
+        scales = pages[:, page_size * width :].unflatten(1, (page_size, -1))
+        keys[rows // page_size, rows % page_size] = index_k.view(torch.uint8).reshape(len(rows), width)
+        scales[rows // page_size, rows % page_size] = index_k_scale.contiguous().view(torch.uint8).reshape(len(rows), -1)
+        self.pool.access.wrote("index", layer_id)
+
+
+class CpuDSATokenToKVPool(LayoutDSATokenToKVPool):
+    """DSA pool in host memory. SGLang starts no DSA model on a CPU: for tests and replay."""
+
+    def _create_index_key_cache(self) -> IndexKeyCache:
+        return CpuIndexKeyCache(self, self.index_buf_size)
+
+    def _scatter_mla_rows(
+        self, dst_buffer: torch.Tensor, loc: torch.Tensor, cache_k_nope: torch.Tensor, cache_k_rope: torch.Tensor
+    ) -> None:
+        _scatter_rows(dst_buffer, loc, cache_k_nope, cache_k_rope)
+
+
+class CpuPagedTokenToKVPoolAllocator(PagedTokenToKVPoolAllocator):
+    """SGLang's paged allocator with its torch version of slot extension."""
+
+    def alloc_extend(
+        self,
+        prefix_lens: torch.Tensor,
+        prefix_lens_cpu: torch.Tensor,
+        seq_lens: torch.Tensor,
+        seq_lens_cpu: torch.Tensor,
+        last_loc: torch.Tensor,
+        extend_num_tokens: int,
+        num_new_pages: int | None = None,
+    ) -> torch.Tensor | None:
+        """See SGLang's allocator; None, with nothing taken, if too few pages are free."""
+        if num_new_pages is None:
+            num_new_pages = get_num_new_pages(
+                seq_lens=seq_lens_cpu, page_size=self.page_size, prefix_lens=prefix_lens_cpu
+            )
+        if num_new_pages > len(self.free_pages):
+            self.merge_and_sort_free()
+        if num_new_pages > len(self.free_pages):
+            return None
+        slots = torch.empty(extend_num_tokens, dtype=torch.int64, device=self.device)
+        lengths = (prefix_lens.long(), seq_lens.long(), last_loc.long())
+        alloc_extend_naive(*lengths, self.free_pages, slots, self.page_size, self.device)
+        self.free_pages = self.free_pages[num_new_pages:]
+        return slots
+
+    def alloc_decode(
+        self, seq_lens: torch.Tensor, seq_lens_cpu: torch.Tensor, last_loc: torch.Tensor
+    ) -> torch.Tensor | None:
+        """One slot for each request; `seq_lens` count the new token."""
+        return self.alloc_extend(seq_lens - 1, seq_lens_cpu - 1, seq_lens, seq_lens_cpu, last_loc, len(seq_lens))
+
+
+def _scatter_rows(buffer: torch.Tensor, rows: torch.Tensor, latent: torch.Tensor, rotary: torch.Tensor) -> None:
+    count, split = len(rows), latent.shape[-1]
+    rows = rows.long()
+    buffer[rows, :, :split] = latent.reshape(count, 1, split)
+    buffer[rows, :, split:] = rotary.reshape(count, 1, -1)

@@ -1,0 +1,330 @@
+"""Which of SGLang's settings go together with a layout strategy: one table, read by the server, tests and docs.
+
+A row says when it applies, what the answer is, and what the user can do. The table is walked in the parent process,
+after SGLang has resolved its own settings and before anything is spawned. Add a row, and the documentation and the
+test of all combinations have it too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, Any, Final
+
+from sglang.srt.mem_cache.layouts.errors import LayoutConfigError
+
+from .choice import STRATEGY_FLAG
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+RADIX_BACKEND: Final = "kv_layout"
+VERIFIED_ATTENTION_BACKENDS: Final = frozenset({"torch_native"})
+
+
+class Answer(Enum):
+    """What happens when a row applies."""
+
+    REFUSED = "refused"
+    WARNED = "works, with a warning"
+
+
+class Scope(Enum):
+    """Which strategies a row concerns."""
+
+    ANY = "any strategy"
+    SHARDED = "strategies that share pages out (several lanes)"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts:
+    """What the model's configuration says about its KV pool."""
+
+    is_mla: bool = True
+    is_dsa: bool = False
+    is_hybrid_swa: bool = False
+    is_recurrent: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerFacts:
+    """A server about to start. `args` answers with SGLang's resolved value of each of its fields."""
+
+    args: Any
+    model: ModelFacts
+    shard_size: int
+    on_cpu: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """One row: `setting` as the user writes it, `why` it matters and the `remedy`, each a phrase."""
+
+    setting: str
+    applies: Callable[[ServerFacts], bool]
+    why: str
+    remedy: str
+    answer: Answer = Answer.REFUSED
+    scope: Scope = Scope.ANY
+
+    def message(self, asked: str) -> str:
+        """One line that names both settings."""
+        verb = "does not go together with" if self.answer is Answer.REFUSED else "with"
+        return f"{asked} {verb} {self.setting}: {self.why}; {self.remedy}"
+
+
+def _set(field: str) -> Callable[[ServerFacts], bool]:
+    return lambda facts: bool(getattr(facts.args, field))
+
+
+def _above_one(field: str) -> Callable[[ServerFacts], bool]:
+    return lambda facts: getattr(facts.args, field) > 1
+
+
+def _graphs(facts: ServerFacts) -> bool:
+    args = facts.args
+    if facts.on_cpu or args.disable_cuda_graph:
+        return False
+    decode_off = args.disable_decode_cuda_graph or args.cuda_graph_backend_decode == "disabled"
+    prefill_off = args.disable_prefill_cuda_graph or args.cuda_graph_backend_prefill == "disabled"
+    return not (decode_off and prefill_off)
+
+
+def _unverified_attention(facts: ServerFacts) -> bool:
+    args = facts.args
+    chosen = {args.attention_backend, args.prefill_attention_backend, args.decode_attention_backend} - {None}
+    return not chosen <= VERIFIED_ATTENTION_BACKENDS
+
+
+RULES: Final[tuple[Rule, ...]] = (
+    Rule(
+        setting="no --enable-hierarchical-cache",
+        applies=lambda facts: not facts.args.enable_hierarchical_cache,
+        why="a layout strategy places the pages of the hierarchical cache",
+        remedy="add --enable-hierarchical-cache",
+    ),
+    Rule(
+        setting="--disable-radix-cache",
+        applies=_set("disable_radix_cache"),
+        why="there is no cache whose pages could be placed",
+        remedy="drop one of the two",
+    ),
+    Rule(
+        setting="another --radix-cache-backend",
+        applies=lambda facts: facts.args.radix_cache_backend not in (None, RADIX_BACKEND),
+        why="the strategy comes with a cache of its own",
+        remedy="drop --radix-cache-backend",
+    ),
+    Rule(
+        setting="--hicache-storage-backend",
+        applies=lambda facts: facts.args.hicache_storage_backend is not None,
+        why="no strategy can name its pages for a storage tier yet",
+        remedy="drop --hicache-storage-backend",
+    ),
+    Rule(
+        setting="--hicache-host-memory-mode buffer_only",
+        applies=lambda facts: facts.args.hicache_host_memory_mode == "buffer_only",
+        why="that mode keeps host memory for a storage tier",
+        remedy="use --hicache-host-memory-mode cache",
+    ),
+    Rule(
+        setting="--hicache-io-backend kernel without a GPU",
+        applies=lambda facts: facts.on_cpu and facts.args.hicache_io_backend == "kernel",
+        why="the copy kernels need CUDA",
+        remedy="use --hicache-io-backend direct",
+    ),
+    Rule(
+        setting="--enable-hisparse",
+        applies=_set("enable_hisparse"),
+        why="its pool keeps part of the KV elsewhere",
+        remedy="drop one of the two",
+    ),
+    Rule(
+        setting="--enable-lmcache",
+        applies=_set("enable_lmcache"),
+        why="LMCache replaces the hierarchical cache",
+        remedy="drop one of the two",
+    ),
+    Rule(
+        setting="--enable-flexkv",
+        applies=_set("enable_flexkv"),
+        why="FlexKV replaces the hierarchical cache",
+        remedy="drop one of the two",
+    ),
+    Rule(
+        setting="--enable-unified-cache-external-linker",
+        applies=_set("enable_unified_cache_external_linker"),
+        why="the linker belongs to SGLang's unified tree",
+        remedy="drop one of the two",
+    ),
+    Rule(
+        setting="--enable-session-radix-cache",
+        applies=_set("enable_session_radix_cache"),
+        why="sessions belong to SGLang's unified tree",
+        remedy="drop one of the two",
+    ),
+    Rule(
+        setting="--enable-unified-memory",
+        applies=_set("enable_unified_memory"),
+        why="its pools share one buffer whose pages the host tier cannot describe",
+        remedy="drop --enable-unified-memory",
+    ),
+    Rule(
+        setting="--enable-page-major-kv-layout",
+        applies=_set("enable_page_major_kv_layout"),
+        why="its rows lie in an order that the host tier cannot describe",
+        remedy="drop --enable-page-major-kv-layout",
+    ),
+    Rule(
+        setting="--prefill-only-disable-kv-cache",
+        applies=_set("prefill_only_disable_kv_cache"),
+        why="there is no KV to keep",
+        remedy="drop one of the two",
+    ),
+    Rule(
+        setting="--kv-cache-dtype nvfp4, fp4_mx_block16 or mxfp8",
+        applies=lambda facts: "fp4" in facts.args.kv_cache_dtype or facts.args.kv_cache_dtype == "mxfp8",
+        why="scales lie beside the rows and would be lost on the host",
+        remedy="use --kv-cache-dtype auto or fp8_e4m3",
+    ),
+    Rule(
+        setting="--dcp-size above 1",
+        applies=_above_one("dcp_size"),
+        why="decode context parallelism shares pages out in its own way",
+        remedy="use --dcp-size 1",
+    ),
+    Rule(
+        setting="--speculative-algorithm",
+        applies=_set("speculative_algorithm"),
+        why="the draft model's pool is not served",
+        remedy="drop --speculative-algorithm",
+    ),
+    Rule(
+        setting="--dllm-algorithm",
+        applies=_set("dllm_algorithm"),
+        why="diffusion models reuse slots within a request",
+        remedy="drop one of the two",
+    ),
+    Rule(
+        setting="--disaggregation-mode prefill or decode",
+        applies=lambda facts: facts.args.disaggregation_mode != "null",
+        why="the transfer addresses pools by slot",
+        remedy="use --disaggregation-mode null",
+    ),
+    Rule(
+        setting="a model with sliding-window layers",
+        applies=lambda facts: facts.model.is_hybrid_swa,
+        why="its pools have two kinds of pages",
+        remedy="use a model with full attention, or drop the strategy",
+    ),
+    Rule(
+        setting="a model with recurrent layers (Mamba, linear attention)",
+        applies=lambda facts: facts.model.is_recurrent,
+        why="its state belongs to requests, not to pages",
+        remedy="use a model with attention only, or drop the strategy",
+    ),
+    Rule(
+        setting="a model without latent KV (MHA, GQA)",
+        applies=lambda facts: not facts.model.is_mla,
+        why="every rank holds other heads, so no rank can keep a page for the others",
+        remedy=f"use an MLA model such as DeepSeek-V2, or {STRATEGY_FLAG} identity",
+        scope=Scope.SHARDED,
+    ),
+    Rule(
+        setting="a model with sparse attention (DSA)",
+        applies=lambda facts: facts.model.is_mla and facts.model.is_dsa,
+        why="SGLang's indexer writes index keys past the pool, so they cannot be filtered by owner in this release",
+        remedy=f"use {STRATEGY_FLAG} identity",
+        scope=Scope.SHARDED,
+    ),
+    Rule(
+        setting="--page-size 1",
+        applies=lambda facts: facts.args.page_size == 1,
+        why="pages are what is shared out, and a page of one token costs one owner a token",
+        remedy="use --page-size 64 or another size above 1",
+        scope=Scope.SHARDED,
+    ),
+    Rule(
+        setting="--enable-dp-attention",
+        applies=_set("enable_dp_attention"),
+        why="each group has its own tree, and that was not tested with shared pages",
+        remedy="drop --enable-dp-attention",
+        scope=Scope.SHARDED,
+    ),
+    Rule(
+        setting="--pp-size above 1",
+        applies=_above_one("pp_size"),
+        why="pipeline stages were not tested with shared pages",
+        remedy="use --pp-size 1",
+        scope=Scope.SHARDED,
+    ),
+    Rule(
+        setting="--enable-two-batch-overlap",
+        applies=_set("enable_two_batch_overlap"),
+        why="two batches at once would gather pages in different orders on different ranks",
+        remedy="drop --enable-two-batch-overlap",
+        scope=Scope.SHARDED,
+    ),
+    Rule(
+        setting="--enable-pdmux",
+        applies=_set("enable_pdmux"),
+        why="two batches at once would gather pages in different orders on different ranks",
+        remedy="drop --enable-pdmux",
+        scope=Scope.SHARDED,
+    ),
+    Rule(
+        setting="--enable-dsa-cache-layer-split",
+        applies=_set("enable_dsa_cache_layer_split"),
+        why="layers are shared out already",
+        remedy="drop one of the two",
+        scope=Scope.SHARDED,
+    ),
+    Rule(
+        setting="CUDA graphs",
+        applies=_graphs,
+        why="a captured graph cannot gather the pages of another batch",
+        remedy="add --cuda-graph-backend-decode disabled --cuda-graph-backend-prefill disabled",
+        scope=Scope.SHARDED,
+    ),
+    Rule(
+        setting="an attention backend other than torch_native",
+        applies=_unverified_attention,
+        why="shared pages were verified with torch_native only in this release",
+        remedy="compare answers with identity before you rely on it",
+        answer=Answer.WARNED,
+        scope=Scope.SHARDED,
+    ),
+    Rule(
+        setting="--attention-context-parallel-size above 1",
+        applies=_above_one("attn_cp_size"),
+        why="sharing pages over a context-parallel group was not verified in this release",
+        remedy="compare answers with identity before you rely on it",
+        answer=Answer.WARNED,
+        scope=Scope.SHARDED,
+    ),
+)
+
+
+def applying(facts: ServerFacts, *, sharded: bool) -> Iterator[Rule]:
+    """The rows that apply to a server whose strategy shares pages out, or does not."""
+    for rule in RULES:
+        if (sharded or rule.scope is Scope.ANY) and rule.applies(facts):
+            yield rule
+
+
+def refuse_what_does_not_fit(facts: ServerFacts, asked: str, *, sharded: bool) -> list[str]:
+    """Raise `LayoutConfigError` for the first refusal; return the warnings. Nothing has been started yet."""
+    rules = list(applying(facts, sharded=sharded))
+    for rule in rules:
+        if rule.answer is Answer.REFUSED:
+            raise LayoutConfigError(rule.message(asked))
+    return [rule.message(asked) for rule in rules]
+
+
+def rules_as_markdown() -> str:
+    """The table as the documentation shows it."""
+    lines = ["| Setting | Concerns | Answer | Why | What to do |", "|---|---|---|---|---|"]
+    lines += [
+        f"| {rule.setting} | {rule.scope.value} | {rule.answer.value} | {rule.why} | {rule.remedy} |" for rule in RULES
+    ]
+    return "\n".join(lines) + "\n"

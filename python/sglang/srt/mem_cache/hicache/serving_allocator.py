@@ -1,0 +1,107 @@
+"""The slot allocator of a server: evicts when a lane is short, and never fails while any lane has room.
+
+SGLang admits a request if the free and the evictable slots *together* are enough, and treats a failed allocation
+after that as fatal. A chain's pages should rotate over the lanes, but nothing depends on it: any page may lie in any
+lane. So a request's pages are allocated in three steps, the same on every rank:
+
+1. in the lanes that the chain should have;
+2. after evicting until those lanes have room, if evicting can make it;
+3. wherever there is room, fullest lane first. Balance suffers, the request does not.
+
+Only a load-back needs particular lanes, because its host pages lie on particular ranks; without room it is
+recomputed, as in SGLang.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from .allocator import CPSharedPagedTokenToKVPoolAllocator
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    import torch
+
+    from sglang.srt.mem_cache.layouts.pages import LaneArray, PageArray
+
+
+class ServingSlotAllocator(CPSharedPagedTokenToKVPoolAllocator):
+    """`CPSharedPagedTokenToKVPoolAllocator` with a cache behind it and chain bases from the requests' tokens."""
+
+    _make_room: Callable[[LaneArray], None] | None = None
+    _bases: Sequence[int] | None = None
+    off_lane_pages = 0
+
+    def evict_with(self, make_room: Callable[[LaneArray], None]) -> None:
+        """`make_room` evicts until the lanes given have room, or does nothing if it cannot be made."""
+        self._make_room = make_room
+
+    @contextmanager
+    def chain_bases(self, bases: Sequence[int]) -> Iterator[None]:
+        """Within the block `alloc_extend` and `alloc_decode` use these lanes of the chains' first pages."""
+        self._bases = bases
+        try:
+            yield
+        finally:
+            self._bases = None
+
+    def alloc_extend(
+        self,
+        prefix_lens: torch.Tensor,
+        prefix_lens_cpu: torch.Tensor,
+        seq_lens: torch.Tensor,
+        seq_lens_cpu: torch.Tensor,
+        last_loc: torch.Tensor,
+        extend_num_tokens: int,
+        num_new_pages: int | None = None,
+        rotation_bases: Sequence[int | None] | None = None,
+    ) -> torch.Tensor | None:
+        """See `CPSharedPagedTokenToKVPoolAllocator.alloc_extend`; None only if all lanes together are short."""
+        return super().alloc_extend(
+            prefix_lens,
+            prefix_lens_cpu,
+            seq_lens,
+            seq_lens_cpu,
+            last_loc,
+            extend_num_tokens,
+            num_new_pages,
+            self._bases if rotation_bases is None else rotation_bases,
+        )
+
+    def alloc(self, need_size: int) -> torch.Tensor | None:
+        """See `CPSharedPagedTokenToKVPoolAllocator.alloc`; None only if all lanes together are short."""
+        if need_size % self.page_size:
+            return super().alloc(need_size)  # raises
+        return self._as_slots(self._alloc_chain_pages(self._fullest_lanes(need_size // self.page_size)))
+
+    def _alloc_chain_pages(self, lanes: LaneArray) -> PageArray | None:
+        pages = self.alloc_lanes(lanes)
+        if pages is None and self._make_room is not None:
+            self._make_room(lanes)
+            pages = self.alloc_lanes(lanes)
+        if pages is None:
+            pages = self._alloc_anywhere(lanes)
+        return pages
+
+    def _alloc_anywhere(self, lanes: LaneArray) -> PageArray | None:
+        """As many pages, keeping the lanes asked for where they have room; None if all lanes together are short."""
+        room = self.room_pages()
+        if len(lanes) > int(room.sum()):
+            return None
+        dealt = lanes.copy()
+        homeless: list[int] = []
+        for position, lane in enumerate(lanes.tolist()):
+            if room[lane]:
+                room[lane] -= 1
+            else:
+                homeless.append(position)
+        for position in homeless:
+            lane = int(np.argmax(room))
+            dealt[position] = lane
+            room[lane] -= 1
+        self.off_lane_pages += len(homeless)
+        return self.alloc_lanes(dealt)
