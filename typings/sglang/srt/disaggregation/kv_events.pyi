@@ -3,3 +3,7 @@ from enum import Enum
 class StorageMedium(str, Enum):  # noqa: UP042  # a StrEnum would print its members otherwise
     GPU = "GPU"
     CPU = "CPU_PINNED"
+
+class BlockStored:
+    token_ids: list[int]
+    medium: str | None

@@ -19,7 +19,7 @@ from sglang.srt.mem_cache.base_prefix_cache import (
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.events import KVCacheEventRecorder
 from sglang.srt.mem_cache.evict_policy import EvictionStrategy
-from sglang.srt.mem_cache.memory_pool import _Request
+from sglang.srt.mem_cache.memory_pool import ReqToTokenPool, _Request
 
 class RadixKey:
     token_ids: array[int]
@@ -66,6 +66,7 @@ class RadixCache(BasePrefixCache):
     device: torch.device
     eviction_strategy: EvictionStrategy
     kv_events: KVCacheEventRecorder
+    req_to_token_pool: ReqToTokenPool
     token_to_kv_pool_allocator: BaseTokenToKVPoolAllocator
     root_node: TreeNode
     evictable_size_: int

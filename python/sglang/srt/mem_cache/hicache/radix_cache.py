@@ -35,7 +35,7 @@ from .stats import CacheStats
 from .tiers import TieredRadixTree, ack_seconds, ready_acks
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     import torch
     from sglang.srt.managers.cache_controller import HiCacheAck
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 
     from sglang.srt.mem_cache.layouts.pages import PageArray
 
+    from .in_flight import Backup, LoadBack
     from .settings import HiCacheSettings, ShardGroup
     from .tree_node import LayoutTreeNode
 
@@ -112,6 +113,18 @@ class HiRadixCache(NoStorageTier, TieredRadixTree[MetadataT], Generic[MetadataT]
     def release_host_resources(self) -> None:
         """Unregister pinned host memory before the process ends."""
         self.token_to_kv_pool_host.destroy()
+
+    # What the scheduler asks before it calls itself idle.
+
+    @property
+    def ongoing_write_through(self) -> Mapping[int, Backup[MetadataT]]:
+        """Backups whose ack is not settled, by id."""
+        return self.in_flight.backups
+
+    @property
+    def ongoing_load_back(self) -> Mapping[int, LoadBack[MetadataT]]:
+        """Loads whose ack is not settled, by id."""
+        return self.in_flight.loads
 
     # Load back.
 

@@ -9,11 +9,18 @@ from __future__ import annotations
 
 import sys
 from array import array
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 import numpy as np
 import torch
-from sglang.srt.mem_cache.base_prefix_cache import DecLockRefResult, IncLockRefResult, InsertResult, MatchResult
+from sglang.srt.mem_cache.base_prefix_cache import (
+    DecLockRefResult,
+    IncLockRefResult,
+    InsertParams,
+    InsertResult,
+    MatchResult,
+)
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
 from sglang.srt.mem_cache.utils import compute_node_hash_values, split_node_hash_value
 
@@ -27,10 +34,17 @@ from .tree_node import LayoutTreeNode
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from sglang.srt.mem_cache.base_prefix_cache import DecLockRefParams, InsertParams, MatchPrefixParams
+    from sglang.srt.mem_cache.base_prefix_cache import DecLockRefParams, MatchPrefixParams
     from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 
 ItemT = TypeVar("ItemT")
+
+
+@dataclass(kw_only=True)
+class PagedInsertParams(InsertParams):
+    """SGLang's `InsertParams` with the page numbers of `value`, so that nothing is read back from the device."""
+
+    slot_pages: PageArray | None = None
 
 
 class LayoutRadixTree(RadixCache, Generic[MetadataT]):
@@ -124,7 +138,8 @@ class LayoutRadixTree(RadixCache, Generic[MetadataT]):
         """Put a chain of slots into the tree; `value` is one slot a token, int64, on the pool's device.
 
         Nodes that had left the device get the new slots. `prefix_len` counts the tokens whose slots the tree had
-        already: the caller frees its duplicates of those. The rest belongs to the tree from now on.
+        already: the caller frees its duplicates of those. The rest belongs to the tree from now on. The page
+        numbers come with `PagedInsertParams`; else they are read from `value`, which waits for its device.
         """
         if self.disable:
             return InsertResult(prefix_len=0)
@@ -136,9 +151,14 @@ class LayoutRadixTree(RadixCache, Generic[MetadataT]):
             raise LayoutInvariantError(
                 f"insert of {len(key)} tokens came with {0 if value is None else len(value)} slots"
             )
-        return self._insert_slots(key, value[: len(key)], params.priority or 0, params.chunked)
+        pages = params.slot_pages if isinstance(params, PagedInsertParams) else None
+        if pages is None:
+            pages = pages_of_tokens(value[: len(key)], self.page_size)
+        return self._insert_slots(key, value, pages, params.priority or 0, params.chunked)
 
-    def _insert_slots(self, key: RadixKey, value: torch.Tensor, priority: int, chunked: bool) -> InsertResult:
+    def _insert_slots(
+        self, key: RadixKey, value: torch.Tensor, pages: PageArray, priority: int, chunked: bool
+    ) -> InsertResult:
         tick = self._now()
         node = self.root_node
         at, duplicates = 0, 0
@@ -152,28 +172,29 @@ class LayoutRadixTree(RadixCache, Generic[MetadataT]):
             self._touch(child)
             node = self._split_node(child.key, child, shared) if shared < child.tokens else child
             if node.value is None:
-                self._put_on_device(node, value[at : at + shared].clone())
+                self._put_on_device(node, value[at : at + shared].clone(), self._page_range(pages, at, at + shared))
                 self.kv_events.record_store(node)
             else:
                 duplicates += shared
                 self._on_hit(node, chunked)
             at += shared
         if at < len(key):
-            node = self._add_leaf(node, key[at:], value[at:].clone(), priority)
+            node = self._add_leaf(node, key[at:], priority)
+            self._put_on_device(node, value[at : len(key)].clone(), self._page_range(pages, at, len(key)))
+            self.kv_events.record_store(node)
             self._on_hit(node, chunked)
         return InsertResult(prefix_len=duplicates, last_device_node=node)
 
-    def _add_leaf(
-        self, parent: LayoutTreeNode[MetadataT], key: RadixKey, value: torch.Tensor, priority: int
-    ) -> LayoutTreeNode[MetadataT]:
+    def _page_range(self, pages: PageArray, start: int, stop: int) -> PageArray:
+        return pages[start // self.page_size : stop // self.page_size].copy()
+
+    def _add_leaf(self, parent: LayoutTreeNode[MetadataT], key: RadixKey, priority: int) -> LayoutTreeNode[MetadataT]:
         # A tick of its own: it is younger than the sibling that a split has just left beside it.
         leaf = self._new_node(key, priority=priority, tick=self._now())
         leaf.parent = parent
         parent.children[key.child_key(self.page_size)] = leaf
-        self._put_on_device(leaf, value)
         if self.kv_events.enabled:
             leaf.hash_value = compute_node_hash_values(leaf, self.page_size)
-        self.kv_events.record_store(leaf)
         return leaf
 
     def _on_hit(self, node: LayoutTreeNode[MetadataT], chunked: bool) -> None:
@@ -230,13 +251,12 @@ class LayoutRadixTree(RadixCache, Generic[MetadataT]):
             raise LayoutInvariantError(f"node {node.id} is not the child of node {parent.id} under its own key")
         self._refresh(parent)
 
-    def _put_on_device(
-        self, node: LayoutTreeNode[MetadataT], value: torch.Tensor, slot_pages: PageArray | None = None
-    ) -> None:
-        pages = pages_of_tokens(value, self.page_size) if slot_pages is None else slot_pages
-        if len(pages) * self.page_size != node.tokens:
-            raise LayoutInvariantError(f"node {node.id} of {node.tokens} tokens was given {len(pages)} slot pages")
-        node.set_slots(value, pages)
+    def _put_on_device(self, node: LayoutTreeNode[MetadataT], value: torch.Tensor, slot_pages: PageArray) -> None:
+        if len(slot_pages) * self.page_size != node.tokens or len(value) != node.tokens:
+            raise LayoutInvariantError(
+                f"node {node.id} of {node.tokens} tokens was given {len(value)} slots in {len(slot_pages)} pages"
+            )
+        node.set_slots(value, slot_pages)
         self._count(node, node.tokens)
         self._refresh_path(node)
 

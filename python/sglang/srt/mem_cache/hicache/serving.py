@@ -26,6 +26,7 @@ from sglang.srt.mem_cache.layouts.config import GroupKind
 from sglang.srt.mem_cache.layouts.errors import LayoutConfigError, LayoutInvariantError
 
 from .choice import choice_of
+from .device_pools import bytes_of
 from .host_pools import host_bytes_of
 from .page_reader import SharedPages, WholePages, group_sum
 from .radix_cache import HiRadixCache
@@ -170,9 +171,10 @@ def _log_start(cache: HiRadixCache[Any], allocator: ServingSlotAllocator, group:
     layout = cache.layout
     host_bytes = host_bytes_of(cache.token_to_kv_pool_host)
     host_tokens = cache.cache_controller.ledger.capacity_pages * layout.page_size
+    pool = allocator.get_kvcache()
     logger.info(
         "KV layout %s: shard group %s of %d (rank %d), page size %d, device %d tokens (%d a rank), host %d tokens "
-        "(%d a rank), host memory %.2f GB a rank, %.2f GB for %d ranks",
+        "(%d a rank), device memory %s a rank, host memory %s a rank and %s for %d ranks",
         layout.name,
         group.kind.value,
         group.size,
@@ -182,10 +184,15 @@ def _log_start(cache: HiRadixCache[Any], allocator: ServingSlotAllocator, group:
         allocator.physical_size,
         layout.logical_tokens(host_tokens),
         host_tokens,
-        host_bytes / 1e9,
-        host_bytes * ranks / 1e9,
+        _gigabytes(bytes_of(pool)),
+        _gigabytes(host_bytes),
+        _gigabytes(host_bytes * ranks),
         ranks,
     )
+
+
+def _gigabytes(count: int) -> str:
+    return f"{count / 1e9:.6g} GB"
 
 
 # Every batch.

@@ -9,7 +9,7 @@ from .errors import LayoutConfigError, LayoutInvariantError
 from .geometry import CpSharedKVLayout
 from .identity import IdentityLayout, IdentityNodeMetadata
 from .plans import BackupPlan, CopyPlan, CopyRun, LoadPlan
-from .protocol import KVLayoutStrategy, MetadataT, NodeMetadata, StorageAwareLayout
+from .protocol import KVLayoutStrategy, MetadataT, NodeMetadata, ShardedPoolLayout, StorageAwareLayout
 from .registry import AnyKVLayoutStrategy, create_layout, known_layouts
 
 __all__ = [
@@ -33,6 +33,7 @@ __all__ = [
     "MetadataT",
     "NodeMetadata",
     "PoolKind",
+    "ShardedPoolLayout",
     "StorageAwareLayout",
     "create_layout",
     "known_layouts",

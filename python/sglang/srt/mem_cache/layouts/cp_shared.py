@@ -167,6 +167,10 @@ class CpSharedLayout:
         """``slot_page % cp_size``."""
         return self.geometry.page_owners(slot_pages)
 
+    def local_rows(self, slots: torch.Tensor) -> torch.Tensor:
+        """Rows of this rank's slots, the padding page for all others; see `ShardedPoolLayout`."""
+        return self.geometry.local_rows(slots)
+
     def plan_backup(self, slot_pages: PageArray) -> BackupPlan:
         """Each rank copies the pages of its lane."""
         self.geometry.check_slot_pages(slot_pages)

@@ -74,6 +74,12 @@ class CpSharedKVLayout:
         """Row of each slot in its owner's pool, same shape as `slots`. Does not check its input."""
         return (slots // self.reserved_slots) * self.page_size + slots % self.page_size
 
+    def local_rows(self, slots: torch.Tensor) -> torch.Tensor:
+        """Row of each slot that `cp_rank` stores, a row of the padding page for all others; int64, no waiting."""
+        slots = slots.to(torch.int64)
+        rows = self.logical_locs_to_physical(slots)
+        return torch.where(self.owned_by_this_rank(slots), rows, slots % self.page_size)
+
     def physical_to_logical(self, rows: IndexT, owner: int) -> IndexT:
         """Inverse of `logical_locs_to_physical` for the rows of rank `owner`."""
         check_range("owner", owner, 0, self.cp_size - 1)

@@ -168,6 +168,21 @@ class KVLayoutStrategy(Protocol[MetadataT]):
         ...
 
 
+class ShardedPoolLayout(Protocol):
+    """A strategy with several lanes whose device pools the server can shard.
+
+    A strategy with one lane needs none of this: its rows are its slots.
+    """
+
+    def local_rows(self, slots: torch.Tensor) -> torch.Tensor:
+        """Row of each slot in this rank's device pool; same shape and device as `slots`, int64.
+
+        Slots that others store get rows of the padding page, ``[0, page_size)``: a write there is discarded, and a
+        reader must ask the owner. Shapes never depend on values, so nothing waits for the device.
+        """
+        ...
+
+
 class StorageAwareLayout(Protocol):
     """A strategy that can also name its pages for a storage (L3) backend."""
 

@@ -50,7 +50,7 @@ class SoakConfig:
     layout: str = "cp_shared"
     pool: PoolKind = "mla"
     page_size: int = 4
-    logical_pages: int = 64
+    logical_pages: int = 96
     host_ratio: float = 2.0
     policy: WritePolicy = "write_through"
     eviction_policy: EvictionPolicy = "lru"

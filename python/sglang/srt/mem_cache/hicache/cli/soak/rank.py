@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.hicache.cli.soak.config import SoakConfig
     from sglang.srt.mem_cache.hicache.radix_cache import HiRadixCache
 
-MAX_RUNNING = 4
+MAX_RUNNING = 3
 MAX_DELAY_POLLS = 20
 NAP_SECONDS = 0.002
 KEPT_EVENTS = 20
@@ -79,7 +79,7 @@ class SoakRank:
             (self._evict, 3, None),
             (self._evict_host, 1, None),
             (self._abort, 3, "abort"),
-            (self._press, 2, "alloc"),
+            (self._press, 1, "alloc"),
             (self._relieve, 4, "alloc"),
             (self._nap, 1, "slow-rank"),
             (self._split_in_flight, 4, "split-in-flight"),

@@ -1,0 +1,3 @@
+from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool
+
+class HiSparseDSATokenToKVPool(DSATokenToKVPool): ...
