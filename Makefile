@@ -7,7 +7,7 @@ BIN := .venv/bin
 PY := $(BIN)/python
 
 # What `make replay` passes on, e.g. make replay REPLAY_ARGS='--cp-size 2 --pool dsa'
-REPLAY_ARGS ?= --layout identity --layout cp_shared
+REPLAY_ARGS ?= --block-tokens 64 --device-tokens 65536
 # What `make unit` and `make test` pass on, e.g. make unit PYTEST_ARGS='-k ledger'
 PYTEST_ARGS ?=
 

@@ -1,1 +1,2 @@
-class ServerArgs: ...
+class ServerArgs:
+    radix_cache_backend: str | None

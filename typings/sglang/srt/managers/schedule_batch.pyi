@@ -14,6 +14,8 @@ class Req:
     output_ids: array[int]
     full_untruncated_fill_ids: array[int]
     last_node: object
+    extra_key: str | None
+    kv_rotation_base: int | None
     kv: ReqKvInfo
     def __init__(
         self, rid: str, origin_input_text: str, origin_input_ids: array[int], sampling_params: SamplingParams

@@ -1,6 +1,8 @@
 from typing import Any, ClassVar, TypeAlias
 
 import torch
+from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.mem_cache.index_key_cache import IndexKeyCache
 
 # Anything that has the attributes of SGLang's `Req` that are read.
 _Request: TypeAlias = Any
@@ -13,6 +15,13 @@ class ReqToTokenPool:
     def alloc(self, reqs: list[_Request]) -> list[int] | None: ...
     def free(self, req: _Request) -> None: ...
     def clear(self) -> None: ...
+
+class KVWriteLoc:
+    loc: torch.Tensor
+
+def unwrap_write_loc(
+    loc_info: KVWriteLoc | torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]: ...
 
 class KVCache:
     layer_shard_enabled: bool
@@ -66,12 +75,38 @@ class MLATokenToKVPool(KVCache):
         use_dsa: bool = False,
         override_kv_cache_dim: int | None = None,
     ) -> None: ...
+    def set_kv_buffer(
+        self,
+        layer: RadixAttention,
+        loc_info: KVWriteLoc | torch.Tensor,
+        cache_k: torch.Tensor,
+        cache_v: torch.Tensor,
+        layer_id_override: int | None = None,
+    ) -> None: ...
+    def set_mla_kv_buffer(
+        self,
+        layer: RadixAttention,
+        loc: torch.Tensor,
+        cache_k_nope: torch.Tensor,
+        cache_k_rope: torch.Tensor,
+        layer_id_override: int | None = None,
+    ) -> None: ...
+    def get_key_buffer(self, layer_id: int) -> torch.Tensor: ...
+    def get_value_buffer(self, layer_id: int) -> torch.Tensor: ...
+    def get_mla_kv_buffer(
+        self, layer: RadixAttention, loc: torch.Tensor, dst_dtype: torch.dtype | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+    def _scatter_mla_rows(
+        self, dst_buffer: torch.Tensor, loc: torch.Tensor, cache_k_nope: torch.Tensor, cache_k_rope: torch.Tensor
+    ) -> None: ...
 
 class DSATokenToKVPool(MLATokenToKVPool):
     quant_block_size: ClassVar[int]
     rope_storage_dtype: ClassVar[torch.dtype]
     index_head_dim: int
     index_kpool: int
+    index_buf_size: int
+    index_key_cache: IndexKeyCache
     def __init__(
         self,
         size: int,
@@ -88,6 +123,11 @@ class DSATokenToKVPool(MLATokenToKVPool):
         end_layer: int | None = None,
         index_buf_size: int | None = None,
         index_kpool: int = 1,
+    ) -> None: ...
+    def _create_index_key_cache(self) -> IndexKeyCache: ...
+    def get_index_k_with_scale_buffer(self, layer_id: int) -> torch.Tensor: ...
+    def set_index_k_scale_buffer(
+        self, layer_id: int, loc: torch.Tensor, index_k: torch.Tensor, index_k_scale: torch.Tensor
     ) -> None: ...
     @property
     def index_k_with_scale_buffer(self) -> list[torch.Tensor]: ...

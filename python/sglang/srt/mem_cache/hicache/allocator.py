@@ -222,7 +222,9 @@ class CPSharedPagedTokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
     ) -> list[LaneArray]:
         """Lanes of the new pages of each request. Looks at the device only for a request whose base is unknown."""
         bases = list(rotation_bases) if rotation_bases is not None else [None] * len(firsts)
-        spans = [(-(-first // self.page_size), -(-end // self.page_size)) for first, end in zip(firsts, ends, strict=True)]
+        spans = [
+            (-(-first // self.page_size), -(-end // self.page_size)) for first, end in zip(firsts, ends, strict=True)
+        ]
         unknown = any(
             base is None and first_page and end_page > first_page
             for base, (first_page, end_page) in zip(bases, spans, strict=True)

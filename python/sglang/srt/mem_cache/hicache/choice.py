@@ -18,8 +18,9 @@ from sglang.srt.mem_cache.layouts.registry import create_layout, known_layouts
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from sglang.srt.mem_cache.layouts.registry import AnyKVLayoutStrategy
     from sglang.srt.server_args import ServerArgs
+
+    from sglang.srt.mem_cache.layouts.registry import AnyKVLayoutStrategy
 
 STRATEGY_FLAG: Final = "--kv-layout-strategy"
 CONFIG_FLAG: Final = "--kv-layout-config"
@@ -98,7 +99,9 @@ def _options(config: str | Mapping[str, object] | None) -> Mapping[str, object]:
             text = Path(config[1:]).read_text(encoding="utf-8")
         except OSError as error:
             reason = error.strerror or error
-            raise LayoutConfigError(f"{CONFIG_FLAG}: cannot read {config[1:]!r}: {reason}; give JSON or @FILE") from error
+            raise LayoutConfigError(
+                f"{CONFIG_FLAG}: cannot read {config[1:]!r}: {reason}; give JSON or @FILE"
+            ) from error
     try:
         options = json.loads(text)
     except ValueError as error:

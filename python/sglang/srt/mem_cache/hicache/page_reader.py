@@ -56,7 +56,7 @@ class WholePages:
     def wrote(self, kind: str, layer_id: int) -> None:
         """Nothing is kept that could be out of date."""
 
-    def readable(self, kind: str, layer_id: int, buffer: torch.Tensor, rows_per_page: int) -> torch.Tensor:  # noqa: ARG002
+    def readable(self, kind: str, layer_id: int, buffer: torch.Tensor, rows_per_page: int) -> torch.Tensor:
         """The buffer itself."""
         return buffer
 

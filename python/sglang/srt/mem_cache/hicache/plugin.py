@@ -86,7 +86,7 @@ def refuse_missing_hooks(asked: str) -> None:
         missing.append(f"radix cache backend {RADIX_BACKEND}")
     if missing:
         raise LayoutConfigError(
-            f"{asked}: SGLang did not apply our hooks on {', '.join(missing)}; look for plugin errors above in the log, "
+            f"{asked}: SGLang did not apply our hooks on {', '.join(missing)}; look for plugin errors in the log, "
             "and, if SGLANG_PLUGINS is set, add kv_layouts to it"
         )
 
@@ -122,4 +122,4 @@ def _extend_engine() -> None:
 def _on_our_platform() -> bool:
     from sglang.srt.platforms import current_platform
 
-    return PLATFORM_CLASS == f"{type(current_platform).__module__}.{type(current_platform).__qualname__}"
+    return f"{type(current_platform).__module__}.{type(current_platform).__qualname__}" == PLATFORM_CLASS

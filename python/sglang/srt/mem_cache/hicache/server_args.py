@@ -12,6 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any, Final
 
 from sglang.srt.arg_groups.model_override_base import resolving_view
+
 from sglang.srt.mem_cache.layouts.config import DEFAULT_LAYOUT
 from sglang.srt.mem_cache.layouts.errors import LayoutConfigError
 from sglang.srt.mem_cache.layouts.registry import known_layouts

@@ -14,14 +14,14 @@ from __future__ import annotations
 
 import logging
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import msgspec
 import numpy as np
 import torch
-from sglang.srt.mem_cache import kv_cache_configurator
 from sglang.srt.runtime_context import get_parallel
 
+from sglang.srt.mem_cache import kv_cache_configurator
 from sglang.srt.mem_cache.layouts.config import GroupKind
 from sglang.srt.mem_cache.layouts.errors import LayoutConfigError, LayoutInvariantError
 
@@ -37,6 +37,7 @@ from .shared_pools import LayoutDSATokenToKVPool, LayoutMLATokenToKVPool
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from sglang.srt.distributed.parallel_state import GroupCoordinator
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.mem_cache.allocator.base import BaseTokenToKVPoolAllocator
     from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigResult, KVCacheConfigurator
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.model_executor.model_runner import ModelRunner
 
+    from sglang.srt.mem_cache.layouts.protocol import ShardedPoolLayout
     from sglang.srt.mem_cache.layouts.registry import AnyKVLayoutStrategy
 
 logger = logging.getLogger(__name__)
@@ -107,7 +109,7 @@ def build_cache(context: TreeCacheBuildContext) -> HiRadixCache[Any]:
     refuse_missing_hooks(choice.asked)
     allocator = context.params.token_to_kv_pool_allocator
     if not isinstance(allocator, ServingSlotAllocator):
-        raise LayoutInvariantError(f"{choice.asked}: the slot allocator is SGLang's {type(allocator).__name__}, not ours")
+        raise LayoutInvariantError(f"{choice.asked}: the slot allocator is {type(allocator).__name__}, not ours")
     group = shard_group()
     cache: HiRadixCache[Any] = HiRadixCache(
         context.params, layout=allocator.layout, settings=HiCacheSettings.from_server(), group=group
@@ -128,29 +130,38 @@ def shard_group() -> ShardGroup:
     return ShardGroup()
 
 
+def shares_pools(layout: object) -> TypeGuard[ShardedPoolLayout]:
+    """Whether a strategy can say which row of the local pool a slot has."""
+    return callable(getattr(layout, "local_rows", None))
+
+
 def share_pool(pool: KVCache, layout: AnyKVLayoutStrategy) -> None:
     """Make `pool` readable and writable by the slots of `layout`.
 
     Raises `LayoutConfigError` if pages lie on several ranks and the pool's class, or the strategy, has no way to
     bring them together.
     """
-    if layout.lane_count == 1:
+    name, lane_count, page_size = layout.name, layout.lane_count, layout.page_size
+    if lane_count == 1:
         return
     if not isinstance(pool, LayoutMLATokenToKVPool):
         raise LayoutConfigError(
-            f"--kv-layout-strategy {layout.name} does not support the KV pool {type(pool).__name__}: "
+            f"--kv-layout-strategy {name} does not support the KV pool {type(pool).__name__}: "
             "its pages cannot be gathered from other ranks; accepted: MLA pools"
         )
-    if not hasattr(layout, "local_rows"):
+    if not shares_pools(layout):
         raise LayoutConfigError(
-            f"--kv-layout-strategy {layout.name} has {layout.lane_count} lanes but no local_rows (ShardedPoolLayout); "
+            f"--kv-layout-strategy {name} has {lane_count} lanes but no local_rows (ShardedPoolLayout); "
             "accepted in a server: strategies with one lane, or with local_rows"
         )
-    parallel = get_parallel()
-    group = parallel.attn_cp_group if parallel.attn_cp_size > 1 else parallel.attn_tp_group
     pool.access = SharedPages(
-        layout, page_size=layout.page_size, lane_count=layout.lane_count, reduce=group_sum(group.device_group)
+        layout, page_size=page_size, lane_count=lane_count, reduce=group_sum(_shard_ranks().device_group)
     )
+
+
+def _shard_ranks() -> GroupCoordinator:
+    parallel = get_parallel()
+    return parallel.attn_cp_group if parallel.attn_cp_size > 1 else parallel.attn_tp_group
 
 
 @contextmanager
@@ -249,5 +260,5 @@ def _pages_of_batch(runner: ModelRunner, batch: ForwardBatch, page_size: int) ->
     ordinals = torch.from_numpy(np.repeat(np.arange(len(counts)), counts)).to(table.device, non_blocking=True)
     firsts = np.concatenate([np.arange(count) * page_size for count in counts]) if counts else np.empty(0, np.int64)
     positions = torch.from_numpy(firsts).to(table.device, non_blocking=True)
-    slots = table[batch.req_pool_indices.to(torch.int64)[ordinals], positions]
-    return slots.to(torch.int64) // page_size
+    slots: torch.Tensor = table[batch.req_pool_indices.to(torch.int64)[ordinals], positions]
+    return slots.to(torch.int64).div(page_size, rounding_mode="floor")

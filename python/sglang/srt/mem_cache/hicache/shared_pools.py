@@ -86,5 +86,5 @@ class LayoutDSATokenToKVPool(LayoutMLATokenToKVPool, DSATokenToKVPool):
         return LayoutIndexKeyCache(self, self.index_buf_size)
 
     def get_index_k_with_scale_buffer(self, layer_id: int) -> torch.Tensor:
-        """Index pages of a layer, to be indexed by the slot pages of the batch. For readers: see `LayoutIndexKeyCache`."""
+        """Index pages of a layer, for readers, to be indexed by the slot pages of the batch."""
         return self.index_key_cache.get_buffer(layer_id)

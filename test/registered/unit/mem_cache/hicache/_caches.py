@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     import numpy.typing as npt
+    from sglang.srt.mem_cache.allocator.base import BaseTokenToKVPoolAllocator
     from sglang.srt.mem_cache.l2_transfer import L2Transfer
     from sglang.srt.mem_cache.memory_pool import KVCache
 
@@ -77,6 +78,7 @@ class CacheSpec:
     device_pages: int = 8
     host_pages: int = 16
     load_back_pages: int = 1
+    events: bool = False
 
     @property
     def page_size(self) -> int:
@@ -114,7 +116,7 @@ def make_allocator(
     )
 
 
-def make_params(spec: CacheSpec, allocator: CPSharedPagedTokenToKVPoolAllocator, **changes: Any) -> CacheInitParams:  # noqa: ANN401  # fields of SGLang's
+def make_params(spec: CacheSpec, allocator: BaseTokenToKVPoolAllocator, **changes: Any) -> CacheInitParams:  # noqa: ANN401  # fields of SGLang's
     """SGLang's construction parameters around `allocator`."""
     fields: dict[str, Any] = {
         "disable": False,
@@ -122,6 +124,7 @@ def make_params(spec: CacheSpec, allocator: CPSharedPagedTokenToKVPoolAllocator,
         "token_to_kv_pool_allocator": allocator,
         "page_size": spec.page_size,
         "eviction_policy": spec.eviction,
+        "enable_kv_cache_events": spec.events,
         **changes,
     }
     return CacheInitParams(**fields)

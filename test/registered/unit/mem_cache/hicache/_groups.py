@@ -11,22 +11,24 @@ Every call is made on each rank with the same arguments, and the answers must be
 
 from __future__ import annotations
 
-from array import array
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
-import torch
 from _caches import CacheSpec, Rank
 from sglang.srt.mem_cache.base_prefix_cache import InitLoadBackParams, InsertParams, MatchPrefixParams
 
 from sglang.srt.mem_cache.hicache.digest import tree_digest
+from sglang.srt.mem_cache.hicache.invariants import violations
 
 if TYPE_CHECKING:
+    from array import array
     from collections.abc import Callable, Sequence
 
+    import torch
+
     from sglang.srt.mem_cache.hicache.tree_node import LayoutTreeNode
-    from sglang.srt.mem_cache.layouts.pages import PageArray
+    from sglang.srt.mem_cache.layouts.pages import LaneArray, PageArray
 
 ResultT = TypeVar("ResultT")
 
@@ -110,9 +112,7 @@ class Group:
     def start(self, tokens: array[int], namespace: str | None = None, *, quota: int | None = None) -> Request | None:
         """Match, load back, lock, allocate the rest and write it; None, nothing held, if there is no room."""
         size = self.spec.page_size
-        matches = self.each(
-            lambda rank: rank.cache.match_prefix(MatchPrefixParams(key=rank.key(tokens, namespace)))
-        )
+        matches = self.each(lambda rank: rank.cache.match_prefix(MatchPrefixParams(key=rank.key(tokens, namespace))))
         device_pages, promised = self.agreed(
             lambda rank: (len(matches[rank.number].device_indices), matches[rank.number].host_hit_length)
         )
@@ -159,9 +159,13 @@ class Group:
         self.verify(request, len(request.pages))
         size = self.spec.page_size
         duplicates = self.agreed(
-            lambda rank: rank.cache.insert(
-                InsertParams(key=rank.key(request.tokens, request.namespace), value=rank.cache.slots.slots(request.pages))
-            ).prefix_len
+            lambda rank: (
+                rank.cache.insert(
+                    InsertParams(
+                        key=rank.key(request.tokens, request.namespace), value=rank.cache.slots.slots(request.pages)
+                    )
+                ).prefix_len
+            )
         )
         again = request.pages[request.prefix_pages : duplicates // size]
         self.each(lambda rank: rank.allocator.free_slot_pages(again))
@@ -230,6 +234,8 @@ class Group:
         for rank in self.ranks:
             check_orders(rank)
             check_host(rank, surplus_pages=self.host_pages[rank.number] - self.capacity_pages)
+        broken = violations(self.ranks[self._turn].cache, held_slot_pages=held)
+        assert not broken, broken
 
     def _alloc(self, tokens: array[int], namespace: str | None, first_page: int) -> PageArray | None:
         size = self.spec.page_size
@@ -246,7 +252,7 @@ class Group:
         return arrays[0]
 
 
-def chain_lanes(rank: Rank, tokens: array[int], namespace: str | None, first: int, end: int) -> np.ndarray[Any, Any]:
+def chain_lanes(rank: Rank, tokens: array[int], namespace: str | None, first: int, end: int) -> LaneArray:
     """Owners that pages ``first .. end - 1`` of a chain must have."""
     base = rank.layout.chain_base(tokens[: rank.spec.page_size].tobytes(), namespace or "")
     return rank.layout.extend_lanes(base, first, end - first)
@@ -268,7 +274,7 @@ def check_slots(rank: Rank, *, held_pages: int = 0) -> None:
     assert (cache.evictable_size(), cache.protected_size()) == (evictable, protected)
     total = rank.allocator.available_size() + evictable + protected + held_pages * size
     assert total == rank.allocator.size, f"{total} slots of {rank.allocator.size} are accounted for"
-    assert len(cache.all_values_flatten().unique()) == cache.total_size() == evictable + protected
+    assert len(set(cache.all_values_flatten().tolist())) == cache.total_size() == evictable + protected
 
 
 def check_nodes(rank: Rank) -> None:
@@ -279,7 +285,7 @@ def check_nodes(rank: Rank) -> None:
         assert parent.children[node.key.child_key(rank.spec.page_size)] is node
         assert node.value is not None or node.metadata is not None, f"node {node.id} holds nothing"
         assert node.host_len in (0, node.tokens)
-        assert (node.host_value is None) == (rank.spec.lanes > 1 or node.metadata is None)
+        assert (node.host_value is None) == (rank.spec.layout == "cp_shared" or node.metadata is None)
         if node.value is not None:
             assert parent.value is not None, f"node {node.id} is on the device, its parent is not"
             assert np.array_equal(pages_of(node.value, rank.spec.page_size), node.slot_pages)
@@ -294,9 +300,7 @@ def check_orders(rank: Rank) -> None:
     """Both eviction orders hold exactly the nodes that a look at the whole tree finds."""
     nodes = rank.nodes()
     device = {n for n in nodes if n.value is not None and n.lock_ref == 0 and not _any(n, "value")}
-    host = {
-        n for n in nodes if n.value is None and n.lock_ref == 0 == n.host_ref_counter and not _any(n, "metadata")
-    }
+    host = {n for n in nodes if n.value is None and n.lock_ref == 0 == n.host_ref_counter and not _any(n, "metadata")}
     assert set(rank.cache.device_order) == device
     assert set(rank.cache.host_order) == host
 

@@ -7,6 +7,7 @@ without remembering who wrote it.
 from __future__ import annotations
 
 import zlib
+from array import array
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,8 +16,6 @@ import torch
 from sglang.srt.mem_cache.hicache.device_pools import index_buffers, kv_buffers
 
 if TYPE_CHECKING:
-    from array import array
-
     import numpy.typing as npt
 
     from .identity_reference import Side
@@ -62,6 +61,21 @@ def _mix(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))
+
+
+def cached_content_is_right(side: Side) -> bool:
+    """Whether every slot that the tree has on the device holds what its token has."""
+    root: Any = side.cache.root_node
+    stack = [(node, array("q"), torch.empty(0, dtype=torch.int64)) for node in root.children.values()]
+    while stack:
+        node, tokens, slots = stack.pop()
+        if node.value is None:
+            continue
+        tokens, slots = tokens + node.key.token_ids, torch.cat([slots, node.value])
+        if not content_is_right(side, slots, prefix_codes(tokens, node.key.extra_key)):
+            return False
+        stack.extend((child, tokens, slots) for child in node.children.values())
+    return True
 
 
 def tokens_above(node: Any) -> int:  # noqa: ANN401

@@ -1,14 +1,9 @@
-"""Operations on a cache, as SGLang's scheduler calls it, and random sequences of them.
-
-An operation is plain data; what it refers to ("the third of the running requests") is resolved modulo what there is,
-so every sequence is valid. Each returns all that a caller could observe, in tokens.
-"""
+"""Operations on a cache, as SGLang's scheduler calls it. Each returns all that a caller could observe, in tokens."""
 
 from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,94 +13,14 @@ from sglang.srt.mem_cache.common import evict_from_tree_cache
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from .identity_content import content_is_right, prefix_codes, tokens_above, write_content
+from .identity_sequences import Kind, Operation
 
 if TYPE_CHECKING:
-    import random
-
-    from .identity_reference import Case, Side
+    from .identity_reference import Side
 
 Observation = tuple[object, ...]
 
 OUTPUT_SYMBOL = 90
-
-
-class Kind(Enum):
-    """What an operation does."""
-
-    MATCH = "match"
-    LOCK = "match and lock"
-    UNLOCK = "unlock"
-    LOAD_BACK = "match and load back"
-    READY = "start the queued loads"
-    SETTLE = "settle acknowledgements"
-    EVICT = "evict"
-    INSERT = "allocate and insert without a match"
-    BEGIN = "match, load back, lock and allocate"
-    COMMIT = "insert what was begun"
-    START = "start a request"
-    CHUNK = "prefill a chunk of a request"
-    FINISH = "finish a request"
-    RESET = "reset"
-
-
-WEIGHTS = {
-    Kind.MATCH: 6,
-    Kind.LOCK: 2,
-    Kind.UNLOCK: 3,
-    Kind.LOAD_BACK: 5,
-    Kind.READY: 6,
-    Kind.SETTLE: 10,
-    Kind.EVICT: 4,
-    Kind.INSERT: 5,
-    Kind.BEGIN: 9,
-    Kind.COMMIT: 10,
-    Kind.START: 4,
-    Kind.CHUNK: 8,
-    Kind.FINISH: 4,
-    Kind.RESET: 0.3,
-}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Operation:
-    """One step. `symbols` are the pages of its key and `tail` the tokens after them; `number` picks and measures."""
-
-    kind: Kind
-    symbols: tuple[int, ...] = (0,)
-    tail: int = 0
-    namespace: str | None = None
-    priority: int = 0
-    chunked: bool = False
-    quota: int | None = None
-    number: int = 0
-
-    def tokens(self, page_size: int) -> array[int]:
-        """Token ids. Odd symbols differ from the even ones before them in the last token of the page only."""
-        ids = array("q")
-        for symbol in self.symbols:
-            page = [symbol // 2 * 1000 + at for at in range(page_size)]
-            page[-1] += symbol % 2 * 500
-            ids.extend(page)
-        ids.extend(7_000_000 + at for at in range(self.tail % page_size))
-        return ids
-
-
-def random_operations(rng: random.Random, case: Case, count: int) -> list[Operation]:
-    """`count` operations over the keys of `case`."""
-    kinds = rng.choices(list(WEIGHTS), weights=list(WEIGHTS.values()), k=count)
-    return [
-        Operation(
-            kind=kind,
-            symbols=tuple(rng.randrange(case.symbols) for _ in range(rng.randint(1, case.depth))),
-            tail=rng.choice((0, 0, rng.randrange(case.page_size))),
-            namespace=rng.choice((None, None, "adapter")),
-            priority=rng.choice((0, 0, 0, 1, 3)),
-            chunked=rng.random() < 0.15,
-            quota=rng.choice((None, None, rng.randrange(case.depth * case.page_size))),
-            number=rng.randrange(1000),
-        )
-        for kind in kinds
-    ]
 
 
 def perform(side: Side, operation: Operation) -> Observation:
@@ -205,12 +120,12 @@ def _do_load_back(side: Side, operation: Operation) -> Observation:
     return (*seen, "after the load", len(prefix), "node ends at", tokens_above(node))
 
 
-def _do_ready(side: Side, operation: Operation) -> Observation:  # noqa: ARG001
+def _do_ready(side: Side, operation: Operation) -> Observation:
     side.load_queued = False
     return ("layer counter", side.cache.ready_to_load_host_cache())
 
 
-def _do_settle(side: Side, operation: Operation) -> Observation:  # noqa: ARG001
+def _do_settle(side: Side, operation: Operation) -> Observation:
     side.cache.check_hicache_events()
     return ()
 
@@ -267,9 +182,7 @@ def _do_begin(side: Side, operation: Operation) -> Observation:
     own = slots[: aligned - len(prefix)]
     write_content(side, own, prefix_codes(tokens, operation.namespace)[len(prefix) : aligned])
     side.begun.append(
-        _Begun(
-            operation=operation, tokens=tokens, slots=torch.cat([prefix, slots]), own_from=len(prefix), node=node
-        )
+        _Begun(operation=operation, tokens=tokens, slots=torch.cat([prefix, slots]), own_from=len(prefix), node=node)
     )
     return seen
 
@@ -333,9 +246,7 @@ def _extend(side: Side, request: Request, end: int) -> bool:
     if slots is None:
         return False
     request.kv.kv_allocated_len = allocated + len(slots)
-    side.requests.write(
-        (request.kv.req_pool_idx, slice(allocated, request.kv.kv_allocated_len)), slots.to(torch.int32)
-    )
+    side.requests.write((request.kv.req_pool_idx, slice(allocated, request.kv.kv_allocated_len)), slots.to(torch.int32))
     request.filled = end
     first = request.kv.cache_protected_len
     row = side.requests.req_to_token[request.kv.req_pool_idx, first : _aligned(side, end)]
@@ -386,7 +297,7 @@ def _do_finish(side: Side, operation: Operation) -> Observation:
     return ("computed", computed)
 
 
-def _do_reset(side: Side, operation: Operation) -> Observation:  # noqa: ARG001
+def _do_reset(side: Side, operation: Operation) -> Observation:
     """As the scheduler flushes: tree, request rows and slots."""
     side.held.clear()
     side.begun.clear()

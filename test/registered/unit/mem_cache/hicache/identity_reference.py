@@ -8,7 +8,7 @@ from __future__ import annotations
 import atexit
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -23,13 +23,16 @@ from sglang.srt.mem_cache.hicache.device_pools import DsaGeometry, Geometry, Mha
 from sglang.srt.mem_cache.hicache.radix_cache import HiRadixCache
 from sglang.srt.mem_cache.hicache.runtime import standalone_runtime
 from sglang.srt.mem_cache.hicache.settings import HiCacheSettings, ShardGroup, WritePolicy
-from sglang.srt.mem_cache.layouts import IdentityLayout, PoolKind
+from sglang.srt.mem_cache.layouts import IdentityLayout, IdentityNodeMetadata, PoolKind
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from sglang.srt.mem_cache.base_prefix_cache import InitLoadBackParams, InsertParams, MatchPrefixParams
+    from sglang.srt.mem_cache.allocator import BaseTokenToKVPoolAllocator
     from sglang.srt.mem_cache.memory_pool import KVCache
+    from sglang.srt.server_args import ServerArgs
+
+    from sglang.srt.mem_cache.hicache.stats import CacheStats
 
 GEOMETRIES: dict[PoolKind, Geometry] = {
     PoolKind.MHA: MhaGeometry(heads=1, head_dim=4, dtype=torch.float32),
@@ -75,37 +78,15 @@ class EvictsOnlyTheMissingSlots(DeletesNothingForANodeThatCannotFit):
 
 CorrectedHiRadixCache = EvictsOnlyTheMissingSlots
 
-
-# What is driven, and what is compared.
-
-
-class DrivenCache(Protocol):
-    """The calls that the scheduler makes; both classes have them."""
-
-    root_node: Any
-    token_to_kv_pool_host: Any
-
-    def match_prefix(self, params: MatchPrefixParams) -> Any: ...  # noqa: ANN401
-    def insert(self, params: InsertParams) -> Any: ...  # noqa: ANN401
-    def inc_lock_ref(self, node: Any) -> Any: ...  # noqa: ANN401
-    def dec_lock_ref(self, node: Any) -> Any: ...  # noqa: ANN401
-    def init_load_back(self, params: InitLoadBackParams) -> tuple[torch.Tensor, Any]: ...
-    def ready_to_load_host_cache(self) -> int: ...
-    def check_hicache_events(self) -> None: ...
-    def evict(self, params: EvictParams) -> EvictResult: ...
-    def cache_finished_req(self, req: Any, is_insert: bool = True, *, kv_len_to_handle: int) -> None: ...  # noqa: ANN401
-    def cache_unfinished_req(self, req: Any, chunked: bool = False) -> None: ...  # noqa: ANN401
-    def reset(self) -> None: ...
-    def evictable_size(self) -> int: ...
-    def protected_size(self) -> int: ...
-    def release_host_resources(self) -> None: ...
+DrivenCache: TypeAlias = HiRadixCache[IdentityNodeMetadata] | SGLangHiRadixCache
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
     """Pools and policies that both caches get.
 
-    Keys are chains of at most `depth` pages, each one of `symbols`; the fewer there are, the more is shared.
+    Keys are chains of at most `depth` pages, each one of `symbols`; the fewer there are, the more is shared. `lanes`
+    gives ours the allocator of this package instead of SGLang's. `corrected` takes SGLang's faults out of its class.
     """
 
     pool: PoolKind = PoolKind.MLA
@@ -123,13 +104,14 @@ class Case:
 
 @dataclass(slots=True, kw_only=True)
 class Side:
-    """One cache with pools of its own."""
+    """One cache with pools of its own, and what its caller holds: locked nodes, begun inserts, running requests."""
 
     cache: DrivenCache
-    allocator: Any
+    allocator: BaseTokenToKVPoolAllocator
     pool: KVCache
     requests: ReqToTokenPool
     page_size: int
+    stats: CacheStats | None = None
     held: list[Any] = field(default_factory=list)
     begun: list[Any] = field(default_factory=list)
     running: list[Any] = field(default_factory=list)
@@ -146,30 +128,45 @@ def both_sides(case: Case) -> Iterator[tuple[Side, Side]]:
         hicache_mem_layout=case.mem_layout,
         hicache_write_policy=case.write_policy,
     ) as server_args:
-        layout = IdentityLayout(page_size=case.page_size)
-        pool = _device_pool(case)
-        requests = _request_pool(case)
-        allocator = _lane_allocator(case, pool, layout) if case.lanes else _stock_allocator(case, pool)
-        settings = HiCacheSettings(
-            write_policy=case.write_policy, mem_layout=case.mem_layout, host_ratio=case.host_ratio
-        )
-        cache = HiRadixCache(
-            _params(case, requests, allocator), layout=layout, settings=settings, group=ShardGroup()
-        )
-        ours = Side(cache=cache, allocator=allocator, pool=pool, requests=requests, page_size=case.page_size)
-
-        pool = _device_pool(case)
-        requests = _request_pool(case)
-        allocator = _stock_allocator(case, pool)
-        reference = CorrectedHiRadixCache if case.corrected else SGLangHiRadixCache
-        sglang = reference(_params(case, requests, allocator), server_args)
-        atexit.unregister(sglang.shutdown)  # it would keep every cache of this process alive
-        theirs = Side(cache=sglang, allocator=allocator, pool=pool, requests=requests, page_size=case.page_size)
+        ours, theirs = _our_side(case), _their_side(case, server_args)
         try:
             yield ours, theirs
         finally:
             ours.cache.release_host_resources()
             theirs.cache.release_host_resources()
+
+
+def _our_side(case: Case) -> Side:
+    layout = IdentityLayout(page_size=case.page_size)
+    pool = _device_pool(case)
+    requests = _request_pool(case)
+    allocator = _lane_allocator(case, pool, layout) if case.lanes else _stock_allocator(case, pool)
+    cache = HiRadixCache(
+        _params(case, requests, allocator),
+        layout=layout,
+        settings=HiCacheSettings(
+            write_policy=case.write_policy, mem_layout=case.mem_layout, host_ratio=case.host_ratio
+        ),
+        group=ShardGroup(),
+    )
+    return Side(
+        cache=cache,
+        allocator=allocator,
+        pool=pool,
+        requests=requests,
+        page_size=case.page_size,
+        stats=cache.stats,
+    )
+
+
+def _their_side(case: Case, server_args: ServerArgs) -> Side:
+    pool = _device_pool(case)
+    requests = _request_pool(case)
+    allocator = _stock_allocator(case, pool)
+    reference = CorrectedHiRadixCache if case.corrected else SGLangHiRadixCache
+    cache = reference(_params(case, requests, allocator), server_args)
+    atexit.unregister(cache.shutdown)  # it would keep every cache of this process alive
+    return Side(cache=cache, allocator=allocator, pool=pool, requests=requests, page_size=case.page_size)
 
 
 def _device_pool(case: Case) -> KVCache:
@@ -200,7 +197,7 @@ def _lane_allocator(case: Case, pool: KVCache, layout: IdentityLayout) -> CPShar
     )
 
 
-def _params(case: Case, requests: ReqToTokenPool, allocator: Any) -> CacheInitParams:  # noqa: ANN401
+def _params(case: Case, requests: ReqToTokenPool, allocator: BaseTokenToKVPoolAllocator) -> CacheInitParams:
     return CacheInitParams(
         disable=False,
         req_to_token_pool=requests,

@@ -19,7 +19,9 @@ from sglang.srt.mem_cache.hicache.allocator import (
 from sglang.srt.mem_cache.layouts import LayoutConfigError, LayoutInvariantError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
+
+    from sglang.srt.mem_cache.layouts.pages import LaneArray
 
 register_cpu_ci(est_time=20, suite="base-a-test-cpu")
 
@@ -130,7 +132,7 @@ class TestExtendAndDecode(CacheTestCase):
     def test_extend_in_one_lane_hands_out_what_sglangs_own_does(self) -> None:
         rng = random.Random(1)
         for _ in range(100):
-            allocator = _make_allocator(CacheSpec(ranks=1))
+            allocator = _make_allocator(CacheSpec(ranks=1, device_pages=16))
             firsts, lasts = [], []
             for _ in range(rng.randrange(1, 4)):
                 first = rng.randrange(2 * PAGE)
@@ -160,7 +162,8 @@ class TestExtendAndDecode(CacheTestCase):
     def test_without_a_base_a_new_chain_starts_in_the_lane_with_most_room(self) -> None:
         allocator = _make_allocator(CacheSpec(ranks=3))
         allocator.alloc_lanes(_lanes([0, 0, 2]))
-        self.assertEqual([slot // PAGE % 3 for slot in _list(_extend(allocator, [0], [9], [-1], None))[::PAGE]], [1, 2, 0])
+        slots = _list(_extend(allocator, [0], [9], [-1], None))
+        self.assertEqual([slot // PAGE % 3 for slot in slots[::PAGE]], [1, 2, 0])
 
 
 class TestStockAllocator(CacheTestCase):
@@ -257,8 +260,8 @@ def _list(slots: torch.Tensor | None) -> list[int]:
     return slots.tolist()
 
 
-def _lanes(lanes: object) -> np.ndarray[tuple[int, ...], np.dtype[np.int16]]:
-    return np.array(list(lanes), dtype=np.int16)  # type: ignore[call-overload]  # any iterable of ints
+def _lanes(lanes: Iterable[int]) -> LaneArray:
+    return np.array(list(lanes), dtype=np.int16)
 
 
 def _make_allocator(spec: CacheSpec, physical_size: int | None = None) -> CPSharedPagedTokenToKVPoolAllocator:

@@ -14,6 +14,7 @@ def alloc_extend_naive(
 
 class PagedTokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
     num_pages: int
+    free_pages: torch.Tensor
     def __init__(
         self, size: int, page_size: int, dtype: torch.dtype, device: str, kvcache: KVCache, need_sort: bool
     ) -> None: ...

@@ -37,7 +37,7 @@ class HostCpuPlatform(CpuDeviceMixin, SRTPlatform):
     device_name = "cpu"
     device_type = "cpu"
 
-    def is_pin_memory_available(self, device: object = None) -> bool:  # noqa: ARG002
+    def is_pin_memory_available(self, device: object = None) -> bool:
         """There is nothing to pin memory for."""
         return False
 
@@ -69,7 +69,7 @@ class HostCpuPlatform(CpuDeviceMixin, SRTPlatform):
 
         return CpuPagedTokenToKVPoolAllocator
 
-    def get_graph_runner_cls(self) -> None:  # type: ignore[override]  # SGLang reads None as "no graphs"
+    def get_graph_runner_cls(self) -> None:
         """There are no graphs to capture."""
         return
 
@@ -80,9 +80,7 @@ class HostCpuPlatform(CpuDeviceMixin, SRTPlatform):
 
 def use_absorbed_mla() -> None:
     """Make DeepSeek models on ``torch_native`` attend to the latent rows, the only form that the backend can read."""
-    from sglang.srt.models.deepseek_common.attention_backend_handler import (
-        AttentionBackendRegistry,
-        AttnForwardMethod,
-    )
+    from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
+    from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
 
     AttentionBackendRegistry.register("torch_native", lambda _attention, _batch: AttnForwardMethod.MLA)

@@ -11,7 +11,7 @@ import torch
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator, alloc_extend_naive
 from sglang.srt.utils import get_num_new_pages
 
-from ..shared_pools import LayoutDSATokenToKVPool, LayoutIndexKeyCache, LayoutMLATokenToKVPool
+from ..shared_pools import INDEX, LayoutDSATokenToKVPool, LayoutIndexKeyCache, LayoutMLATokenToKVPool
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
@@ -76,11 +76,13 @@ class CpuIndexKeyCache(LayoutIndexKeyCache):
         rows = self.pool.access.rows(loc)
         page_size, width = self.pool.page_size, self.pool.index_head_dim
         pages = self.buffer[layer_id - self.pool.start_layer]
-        keys = pages[:, : page_size * width].unflatten(1, (page_size, width))
-        scales = pages[:, page_size * width :].unflatten(1, (page_size, -1))
-        keys[rows // page_size, rows % page_size] = index_k.view(torch.uint8).reshape(len(rows), width)
-        scales[rows // page_size, rows % page_size] = index_k_scale.contiguous().view(torch.uint8).reshape(len(rows), -1)
-        self.pool.access.wrote("index", layer_id)
+        keys = index_k.view(torch.uint8).reshape(len(rows), width)
+        scales = index_k_scale.contiguous().view(torch.uint8).reshape(len(rows), -1)
+        in_page, row_pages = rows % page_size, rows // page_size
+        for data, start in ((keys, 0), (scales, page_size * width)):
+            columns = start + in_page.unsqueeze(1) * data.shape[1] + torch.arange(data.shape[1])
+            pages[row_pages.unsqueeze(1), columns] = data
+        self.pool.access.wrote(INDEX, layer_id)
 
 
 class CpuDSATokenToKVPool(LayoutDSATokenToKVPool):

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import random
 
-FAMILIES = 8
+FAMILIES = 3
 MAX_SEGMENTS = 4
 MAX_SEGMENT_PAGES = 4
-VARIANTS = 3
+VARIANTS = 2
 
 
 class Prompts:

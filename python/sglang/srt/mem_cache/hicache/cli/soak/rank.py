@@ -82,7 +82,7 @@ class SoakRank:
             (self._press, 1, "alloc"),
             (self._relieve, 4, "alloc"),
             (self._nap, 1, "slow-rank"),
-            (self._split_in_flight, 4, "split-in-flight"),
+            (self._split_in_flight, 1, "split-in-flight"),
             (self._evict_in_flight, 1, "evict-in-flight"),
             (self._reset, 0.05, "reset"),
         ]

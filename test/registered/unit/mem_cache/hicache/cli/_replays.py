@@ -1,0 +1,55 @@
+"""Traces that need both tiers, for the tests that start rank processes."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # _fork_server
+
+from _fork_server import forking_context
+
+from sglang.srt.mem_cache.hicache.cli.replay.trace import TRACE_BLOCK_TOKENS, Trace, TraceRequest, read_trace
+
+FAULTY_LAYOUTS = Path(__file__).parent / "faulty_layouts"
+
+
+def conversations(*, requests: int, talks: int = 5, blocks: int = 8, seed: int = 0) -> list[TraceRequest]:
+    """Unscaled requests of `talks` conversations that take turns at random and start anew after `blocks` blocks.
+
+    All conversations share their first block; the last block of each prompt is partial.
+    """
+    generator = random.Random(seed)
+    fresh = iter(range(1, 1_000_000))
+    histories: list[list[int]] = [[0, next(fresh)] for _ in range(talks)]
+    made = []
+    for _ in range(requests):
+        talk = generator.randrange(talks)
+        if len(histories[talk]) >= blocks:
+            histories[talk] = [0, next(fresh)]
+        histories[talk].append(next(fresh))
+        tokens = TRACE_BLOCK_TOKENS * len(histories[talk]) - generator.randrange(TRACE_BLOCK_TOKENS)
+        made.append(TraceRequest(timestamp_ms=0, prompt_tokens=tokens, block_ids=tuple(histories[talk])))
+    return made
+
+
+def write_trace(path: Path, requests: list[TraceRequest]) -> Path:
+    """`requests` as a trace file in Mooncake's format."""
+    lines = [
+        {"timestamp": 0, "input_length": r.prompt_tokens, "output_length": 1, "hash_ids": r.block_ids} for r in requests
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    return path
+
+
+def make_trace(folder: Path, *, requests: int, block_tokens: int, **options: int) -> Trace:
+    """The trace of `conversations`, scaled."""
+    path = write_trace(folder / "conversations.jsonl", conversations(requests=requests, **options))
+    return read_trace(path, block_tokens=block_tokens)
+
+
+def start_fork_server_of_tests() -> None:
+    """Ranks of later replays are forked from a server that all tests share."""
+    forking_context()

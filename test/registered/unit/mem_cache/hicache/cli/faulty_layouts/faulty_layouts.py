@@ -1,0 +1,81 @@
+"""A distribution of layout strategies that have one fault each. A replay has to notice every one of them.
+
+The folder stands for a site-packages directory: put it on `sys.path` and the strategies are known by name.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from typing import TYPE_CHECKING
+
+from sglang.srt.mem_cache.layouts.cp_shared import CpHiCacheNodeMetadata, CpSharedLayout
+from sglang.srt.mem_cache.layouts.plans import CopyPlan, LoadPlan
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from sglang.srt.mem_cache.layouts.pages import LaneArray, PageArray
+    from sglang.srt.mem_cache.layouts.plans import BackupPlan
+
+
+class SwapsPages(CpSharedLayout):
+    """Loads the first two pages of a rank into each other's place."""
+
+    name = "swaps_pages"
+
+    def plan_load(self, parts: Sequence[CpHiCacheNodeMetadata], slot_pages: PageArray) -> LoadPlan:
+        plan = super().plan_load(parts, slot_pages)
+        device_pages = plan.copies.device_pages()
+        device_pages[:2] = device_pages[:2][::-1]
+        return _loading(plan, plan.copies.host_pages(), device_pages)
+
+
+class ForgetsAPage(CpSharedLayout):
+    """Does not load the last page of rank 0, so that the row keeps what it held before."""
+
+    name = "forgets_a_page"
+
+    def plan_load(self, parts: Sequence[CpHiCacheNodeMetadata], slot_pages: PageArray) -> LoadPlan:
+        plan = super().plan_load(parts, slot_pages)
+        if self.lane:
+            return plan
+        return _loading(plan, plan.copies.host_pages()[:-1], plan.copies.device_pages()[:-1])
+
+
+class DealsByRank(CpSharedLayout):
+    """Starts a chain in another lane on each rank: the ranks hand out different slots."""
+
+    name = "deals_by_rank"
+
+    def chain_base(self, first_page: bytes, namespace: str) -> int:
+        return (super().chain_base(first_page, namespace) + self.lane) % self.lane_count
+
+
+class BreaksOnRank1(CpSharedLayout):
+    """Raises on rank 1 once a few nodes were backed up."""
+
+    name = "breaks_on_rank_1"
+    backups = 0
+
+    def plan_backup(self, slot_pages: PageArray) -> BackupPlan:
+        self.backups += 1
+        if self.lane == 1 and self.backups > 3:
+            raise ZeroDivisionError("three\nbackups are enough")
+        return super().plan_backup(slot_pages)
+
+
+class Talks(CpSharedLayout):
+    """Warns, on every rank, whenever it is asked for lanes."""
+
+    name = "talks"
+
+    def extend_lanes(self, base: int, first_page: int, pages: int) -> LaneArray:
+        logging.getLogger("faulty_layouts").warning("asked for %d pages", pages)
+        warnings.warn("this layout talks too much", RuntimeWarning, stacklevel=1)
+        return super().extend_lanes(base, first_page, pages)
+
+
+def _loading(plan: LoadPlan, host_pages: PageArray, device_pages: PageArray) -> LoadPlan:
+    copies = CopyPlan.from_pages(page_size=plan.page_size, host_pages=host_pages, device_pages=device_pages)
+    return LoadPlan(page_size=plan.page_size, node_pages=plan.node_pages, copies=copies)

@@ -1,0 +1,164 @@
+"""The design's "Required unit coverage" 5: what does not go together is refused before host memory is taken."""
+
+from __future__ import annotations
+
+import unittest
+from typing import TYPE_CHECKING, Any
+
+import torch
+from _caches import (
+    CacheSpec,
+    CacheTestCase,
+    make_allocator,
+    make_device_pool,
+    make_group,
+    make_layout,
+    make_params,
+    make_settings,
+)
+from _groups import Lockstep, Seat
+from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator
+from sglang.srt.mem_cache.hisparse_memory_pool import HiSparseDSATokenToKVPool
+from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool
+from sglang.srt.mem_cache.pool_host import common
+from sglang.test.ci.ci_register import register_cpu_ci
+
+from sglang.srt.mem_cache.hicache.radix_cache import HiRadixCache
+from sglang.srt.mem_cache.hicache.settings import ShardGroup
+from sglang.srt.mem_cache.layouts import GroupKind, LayoutConfigError, PoolKind
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from sglang.srt.mem_cache.memory_pool import KVCache
+
+register_cpu_ci(est_time=10, suite="base-a-test-cpu")
+
+_DSA = CacheSpec(pool=PoolKind.DSA)
+_DSA_FIELDS: dict[str, Any] = {
+    "size": 8 * 64,
+    "page_size": 64,
+    "kv_lora_rank": 4,
+    "dtype": torch.bfloat16,
+    "qk_rope_head_dim": 2,
+    "layer_num": 2,
+    "device": "cpu",
+    "index_head_dim": 128,
+    "enable_memory_saver": False,
+    "kv_cache_dim": 6,
+}
+
+
+class TestRefusedAtConstruction(CacheTestCase):
+    def setUp(self) -> None:
+        super().setUp()
+        self.host_allocations = 0
+        allocate: Callable[..., torch.Tensor] = common.ALLOC_MEMORY_FUNCS["cpu"]
+
+        def counted(*arguments: Any, **named: Any) -> torch.Tensor:  # noqa: ANN401  # passes SGLang's own on
+            self.host_allocations += 1
+            return allocate(*arguments, **named)
+
+        common.ALLOC_MEMORY_FUNCS["cpu"] = counted
+        self.addCleanup(common.ALLOC_MEMORY_FUNCS.__setitem__, "cpu", allocate)
+
+    def _build(
+        self,
+        spec: CacheSpec,
+        *,
+        pool: KVCache | None = None,
+        group: ShardGroup | None = None,
+        **settings: Any,  # noqa: ANN401
+    ) -> HiRadixCache[Any]:
+        layout = make_layout(spec, 0)
+        allocator = make_allocator(spec, layout, pool if pool is not None else make_device_pool(spec))
+        lockstep = Lockstep(1)
+        lockstep.gather([[spec.host_pages]])
+        return HiRadixCache(
+            make_params(spec, allocator),
+            layout=layout,
+            settings=make_settings(spec, **settings),
+            group=group if group is not None else make_group(spec, 0),
+            agreement=Seat(lockstep=lockstep, rank=0),
+        )
+
+    def _refused(self, pattern: str, spec: CacheSpec, **changes: Any) -> None:  # noqa: ANN401  # see _build
+        with self.assertRaisesRegex(LayoutConfigError, pattern) as raised:
+            self._build(spec, **changes)
+        self.assertNotIn("\n", str(raised.exception))
+        self.assertEqual(self.host_allocations, 0)
+
+    def test_what_is_accepted_does_take_host_memory(self) -> None:
+        self._build(_DSA)
+        self.assertGreater(self.host_allocations, 0)
+
+    def test_a_storage_backend_is_refused_with_every_layout_naming_both_flags(self) -> None:
+        for layout in ("cp_shared", "identity"):
+            for backend in ("file", "mooncake", "nixl"):
+                self._refused(
+                    f"--kv-layout-strategy {layout} does not support --hicache-storage-backend {backend}",
+                    CacheSpec(layout=layout, pool=PoolKind.DSA),
+                    storage_backend=backend,
+                )
+
+    def test_a_hisparse_pool_is_refused_naming_both_flags(self) -> None:
+        for layout in ("cp_shared", "identity"):
+            self._refused(
+                rf"--kv-layout-strategy {layout} does not support the KV pool HiSparseDSATokenToKVPool "
+                r"\(--enable-hisparse\)",
+                CacheSpec(layout=layout, pool=PoolKind.DSA),
+                pool=HiSparseDSATokenToKVPool(**_DSA_FIELDS),
+            )
+
+    def test_heads_split_over_tensor_parallel_ranks_cannot_be_shared(self) -> None:
+        group = ShardGroup(kind=GroupKind.ATTENTION_TP, size=3, rank=0)
+        self._refused(
+            "cp_shared does not support the KV pool MHATokenToKVPool with --tp-size 3",
+            CacheSpec(pool=PoolKind.MHA),
+            group=group,
+        )
+        self._build(CacheSpec(pool=PoolKind.MLA), group=group)
+
+    def test_a_pool_whose_index_is_not_one_row_a_token_is_refused_by_name(self) -> None:
+        self._refused(
+            "does not support the KV pool DSATokenToKVPool", _DSA, pool=DSATokenToKVPool(**_DSA_FIELDS, index_kpool=2)
+        )
+
+    def test_a_group_that_is_not_the_layouts_is_refused_with_both_numbers(self) -> None:
+        for size, rank, what in ((2, 0, "shard group size 3, .* size 2"), (3, 1, "shard group rank 0, .* rank 1")):
+            group = ShardGroup(kind=GroupKind.ATTENTION_CP, size=size, rank=rank)
+            self._refused(f"--kv-layout-strategy cp_shared was built for {what}", _DSA, group=group)
+
+    def test_an_allocator_without_the_layouts_lanes_is_refused(self) -> None:
+        spec = CacheSpec()
+        allocator = PagedTokenToKVPoolAllocator(32, 4, torch.bfloat16, "cpu", make_device_pool(spec), need_sort=False)
+        with self.assertRaisesRegex(LayoutConfigError, "built for allocator lanes 3, but the server has .* lanes 1"):
+            HiRadixCache(
+                make_params(spec, allocator),
+                layout=make_layout(spec, 0),
+                settings=make_settings(spec),
+                group=make_group(spec, 0),
+            )
+        self.assertEqual(self.host_allocations, 0)
+
+    def test_another_page_size_is_refused(self) -> None:
+        spec = CacheSpec()
+        layout = make_layout(CacheSpec(pool=PoolKind.DSA), 0)
+        allocator = make_allocator(spec, make_layout(spec, 0), make_device_pool(spec))
+        with self.assertRaisesRegex(LayoutConfigError, "built for page size 64, but the server has page size 4"):
+            HiRadixCache(
+                make_params(spec, allocator), layout=layout, settings=make_settings(spec), group=make_group(spec, 0)
+            )
+        self.assertEqual(self.host_allocations, 0)
+
+    def test_a_storage_backend_cannot_be_attached_later_either(self) -> None:
+        cache = self._build(_DSA)
+        attached, reason = cache.attach_storage_backend("file", served_model_name="m")
+        self.assertFalse(attached)
+        self.assertRegex(reason, "--kv-layout-strategy cp_shared does not support --hicache-storage-backend file")
+        self.assertFalse(cache.enable_storage)
+        self.assertTrue(cache.detach_storage_backend()[0])
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -1,0 +1,127 @@
+"""README and docs/ name nothing that is not there: links, files, options, and no place outside the repository.
+
+Reads text only. It does not load SGLang, not even to register with its CI, so that it answers at once.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+ROOT = Path(__file__).parents[3]
+PACKAGES = ROOT / "python/sglang/srt/mem_cache"  # `layouts/...` and `hicache/...` are short for files below it
+COMMAND = PACKAGES / "hicache/cli/main.py"
+DOCUMENTS = sorted(
+    [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/**/*.md"), *ROOT.glob("changes/*.md")]
+)
+PAGES = [pytest.param(path, id=path.relative_to(ROOT).as_posix()) for path in DOCUMENTS]
+
+FENCE = re.compile(r"^(`{3,}).*?^\1$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
+CODE = re.compile(r"`([^`\n]+)`")
+FILE = re.compile(r"[\w.-]+(/[\w.-]+)*\.(py|pyi|md|toml|ini|txt|sh|svg|png|jsonl)|([\w.-]+/)+")
+HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
+
+# Inputs and outputs of commands that a document shows, made up for the example.
+EXAMPLES = {"broken.jsonl", "short.jsonl", "my-trace.jsonl", "nowhere.jsonl"}
+# Generic files and folders: an environment, a name with a placeholder.
+GENERATED = {".venv/bin/", "layouts/", "hicache/"}
+
+HOST = re.compile(r"\b(?:[a-z0-9-]+\.)+(?:org|com|net|io|co|dev|ai|edu|cn)\b", re.IGNORECASE)
+ABSOLUTE_PATH = re.compile(r"(?<![\w.\])}~/<])/[A-Za-z_.][\w.-]*/[\w.-]")
+
+
+def _prose(path: Path) -> str:
+    return FENCE.sub("", path.read_text(encoding="utf-8"))
+
+
+def _anchor(heading: str) -> str:
+    """The fragment that a heading gets on a code host."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_relative_link_leads_to_a_file_and_a_heading_of_this_repository(page: Path) -> None:
+    for link in LINK.findall(_prose(page)):
+        name, _, fragment = link.partition("#")
+        target = (page.parent / name).resolve() if name else page
+        assert target.is_relative_to(ROOT), f"{link} leads out of the repository"
+        assert target.exists(), f"{link} leads nowhere"
+        if fragment:
+            headings = {_anchor(heading) for heading in HEADING.findall(_prose(target))}
+            assert fragment in headings, f"{link}: no such heading"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_file_that_a_page_names_exists(page: Path) -> None:
+    for name in CODE.findall(_prose(page)):
+        if not FILE.fullmatch(name) or name in EXAMPLES | GENERATED:
+            continue
+        found = any((base / name).exists() for base in (ROOT, PACKAGES, page.parent))
+        # A name without a folder may stand for a file of any folder.
+        found = found or ("/" not in name and any(PACKAGES.rglob(name)))
+        assert found, f"{name} does not exist"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_no_page_names_a_host_or_a_path_of_one_machine(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert not HOST.findall(text), "a host"
+    assert not ABSOLUTE_PATH.findall(text), "an absolute path"
+    assert "://" not in text, "a URL"
+
+
+def _command_options() -> dict[str, set[str]]:
+    """The options of each subcommand, from the decorators of its function."""
+    found: dict[str, set[str]] = {}
+    for function in ast.walk(ast.parse(COMMAND.read_text(encoding="utf-8"))):
+        if isinstance(function, ast.FunctionDef):
+            names = {argument.value for argument in _option_arguments(function) if isinstance(argument.value, str)}
+            found[function.name] = {name for name in names if name.startswith("--")}
+    return found
+
+
+def _option_arguments(function: ast.FunctionDef) -> Iterator[ast.Constant]:
+    for decorator in function.decorator_list:
+        if isinstance(decorator, ast.Call) and ast.unparse(decorator.func) == "click.option":
+            yield from (argument for argument in decorator.args if isinstance(argument, ast.Constant))
+
+
+def test_the_guide_describes_exactly_the_options_of_replay() -> None:
+    options = _command_options()["replay"]
+    assert len(options) > 10, f"the options of replay were not found in {COMMAND.name}"
+    guide = (ROOT / "docs/replay.md").read_text(encoding="utf-8")
+    described = re.findall(r"^\| `(--[a-z-]+)` \|", guide, re.MULTILINE)
+    assert sorted(described) == sorted(options)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_replay_command_that_a_page_shows_uses_options_that_exist(page: Path) -> None:
+    options = _command_options()["replay"]
+    for line in re.findall(r"kvlayouts replay ([^`\n#]*)", page.read_text(encoding="utf-8")):
+        if "--" in line:
+            used = {word for word in shlex.split(line.replace("'", " ")) if re.fullmatch(r"--[a-z-]+", word)}
+            assert used <= options, f"kvlayouts replay {line}: {used - options}"
+
+
+def test_the_index_leads_to_every_page_of_the_documentation() -> None:
+    index = ROOT / "docs/README.md"
+    linked = {(index.parent / link.partition("#")[0]).resolve() for link in LINK.findall(_prose(index))}
+    missing = [page.name for page in ROOT.glob("docs/**/*.md") if page != index and page.resolve() not in linked]
+    assert not missing
+
+
+def test_change_fragments_are_named_by_their_kind_and_hold_one_paragraph() -> None:
+    for fragment in ROOT.glob("changes/*.md"):
+        if fragment.name == "README.md":
+            continue
+        assert re.fullmatch(r"[a-z0-9-]+\.(feature|fix|doc)\.md", fragment.name)
+        assert len(fragment.read_text(encoding="utf-8").strip().splitlines()) == 1, fragment.name

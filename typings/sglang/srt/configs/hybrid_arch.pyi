@@ -1,0 +1,3 @@
+from sglang.srt.configs.model_config import ModelConfig
+
+def mambaish_config(model_config: ModelConfig) -> object | None: ...

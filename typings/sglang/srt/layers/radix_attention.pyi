@@ -1,0 +1,2 @@
+class RadixAttention:
+    layer_id: int

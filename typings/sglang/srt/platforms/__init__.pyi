@@ -1,0 +1,3 @@
+from sglang.srt.platforms.interface import SRTPlatform
+
+current_platform: SRTPlatform

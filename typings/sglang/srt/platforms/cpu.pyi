@@ -1,0 +1,3 @@
+from sglang.srt.platforms.device_mixin import DeviceMixin
+
+class CpuDeviceMixin(DeviceMixin): ...
