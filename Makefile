@@ -1,7 +1,7 @@
 SHELL := bash
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup replay test lint typecheck unit freeze clean
+.PHONY: help setup replay test lint typecheck unit e2e freeze clean
 
 BIN := .venv/bin
 PY := $(BIN)/python
@@ -16,7 +16,7 @@ OFFLINE := HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 HF_DATASETS_OFFLINE=1 TOKENIZ
 TEST_ENV := $(OFFLINE) OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 MPLBACKEND=Agg
 
 help: ## show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: ## make or update .venv with pinned versions (PYTHON=... chooses the interpreter)
 	@bash scripts/setup_env.sh
@@ -34,7 +34,10 @@ typecheck: setup ## mypy, as mypy.ini says
 	$(PY) -m mypy
 
 unit: setup ## pytest (PYTEST_ARGS=...)
-	$(TEST_ENV) $(PY) -m pytest $(PYTEST_ARGS)
+	$(TEST_ENV) $(PY) -m pytest -m 'not e2e' $(PYTEST_ARGS)
+
+e2e: setup ## real engines and a real server on tiny models (minutes; PYTEST_ARGS=...)
+	$(TEST_ENV) $(PY) -m pytest -m e2e test/registered/e2e $(PYTEST_ARGS)
 
 freeze: setup ## write the versions in .venv to requirements/constraints.txt
 	@bash scripts/freeze.sh

@@ -32,3 +32,6 @@ class L2TransferEngine:
         start_event: torch.Event | None = None,
         on_layer_done: Callable[[int], None] | None = None,
     ) -> TransferCompletion: ...
+
+# Start and finish of a transfer, and whether the time between them can be asked.
+def make_timing_event_pair() -> tuple[Any, Any, bool]: ...

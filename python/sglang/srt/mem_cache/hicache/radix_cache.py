@@ -35,7 +35,7 @@ from .stats import CacheStats
 from .tiers import TieredRadixTree, ack_seconds, ready_acks
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     import torch
     from sglang.srt.managers.cache_controller import HiCacheAck
@@ -59,6 +59,8 @@ class HiRadixCache(NoStorageTier, TieredRadixTree[MetadataT], Generic[MetadataT]
     `LayoutConfigError`, before any host memory is taken, if the strategy refuses the pool, the allocator, the
     group or the storage backend.
     """
+
+    reporter: Callable[[], None] | None = None  # called after each settling; publishes metrics in a server
 
     def __init__(
         self,
@@ -169,7 +171,7 @@ class HiRadixCache(NoStorageTier, TieredRadixTree[MetadataT], Generic[MetadataT]
             slot_pages = self.cache_controller.load(parts, node_id=load_id)
         if slot_pages is None:
             logger.warning(
-                "load_back: no room for %d tokens of node %d even after eviction; recomputing them (%d tokens evictable)",
+                "load_back: no room for %d tokens of node %d even after eviction; recomputing (%d tokens evictable)",
                 sum(part.logical_len for part in parts),
                 load_id,
                 self.evictable_size_,
@@ -219,6 +221,8 @@ class HiRadixCache(NoStorageTier, TieredRadixTree[MetadataT], Generic[MetadataT]
         )
         self._settle_writes(writes)
         self._settle_loads(loads)
+        if self.reporter is not None:
+            self.reporter()
 
     def loading_check(self) -> None:
         """Settle finished loads."""

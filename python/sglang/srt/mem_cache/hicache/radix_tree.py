@@ -154,6 +154,8 @@ class LayoutRadixTree(RadixCache, Generic[MetadataT]):
         pages = params.slot_pages if isinstance(params, PagedInsertParams) else None
         if pages is None:
             pages = pages_of_tokens(value[: len(key)], self.page_size)
+        if len(pages) * self.page_size < len(key):
+            raise LayoutInvariantError(f"insert of {len(key)} tokens came with {len(pages)} slot pages")
         return self._insert_slots(key, value, pages, params.priority or 0, params.chunked)
 
     def _insert_slots(

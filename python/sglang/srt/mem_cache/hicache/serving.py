@@ -28,6 +28,7 @@ from sglang.srt.mem_cache.layouts.errors import LayoutConfigError, LayoutInvaria
 from .choice import choice_of
 from .device_pools import bytes_of
 from .host_pools import host_bytes_of
+from .metrics import LayoutMetrics
 from .page_reader import SharedPages, WholePages, group_sum
 from .radix_cache import HiRadixCache
 from .serving_allocator import ServingSlotAllocator
@@ -115,6 +116,8 @@ def build_cache(context: TreeCacheBuildContext) -> HiRadixCache[Any]:
         context.params, layout=allocator.layout, settings=HiCacheSettings.from_server(), group=group
     )
     allocator.evict_with(cache.make_device_room)
+    if context.params.enable_metrics:
+        cache.reporter = LayoutMetrics(cache, allocator).publish
     context.tp_worker.register_hicache_layer_transfer_counter(cache.cache_controller.layer_done_counter)
     _log_start(cache, allocator, group, context.tp_size)
     return cache

@@ -129,7 +129,10 @@ class _ModuleCheck:
 
     def _attribute(self, name: str, owner: ModuleType | type, prefix: str, *, on_class: bool) -> None:
         self.symbols += 1
-        found = inspect.getattr_static(owner, name, _ABSENT)
+        if isinstance(owner, type):
+            found = inspect.getattr_static(owner, name, _ABSENT)
+        else:
+            found = getattr(owner, name, _ABSENT)  # a module may make an attribute when it is asked for
         if _is_method(found):
             self._report(prefix + name, "is a method, the stub says an attribute")
         elif found is not _ABSENT:

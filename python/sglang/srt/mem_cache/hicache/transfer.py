@@ -5,13 +5,14 @@ index moves with its KV rows::
 
     CopyPlan --> host rows, device rows --> [ KV pool, index pool ] --> one pair of events
 
-SGLang's transfer engine owns the streams and issues the copies. An empty plan issues none but still records
-every event, so a rank that owns nothing completes like the others.
+SGLang's transfer engine owns the streams. It issues the copies too, unless there is a page copier for the device,
+which moves the runs themselves: see `cuda.page_copier`. An empty plan issues none but still records every event, so a
+rank that owns nothing completes like the others.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from sglang.srt.mem_cache.l2_transfer import L2Transfer, L2TransferEngine
 from sglang.srt.mem_cache.pool_host import HostPoolGroup, PoolEntry
@@ -53,13 +54,34 @@ class Transfer(Protocol):
         ...
 
 
+class PageCopier(Protocol):
+    """Moves the runs of a plan on the engine's streams; what a device offers in place of SGLang's token-wise copies."""
+
+    def back_up(self, copies: CopyPlan, engine: L2TransferEngine) -> TransferCompletion:
+        """See `Transfer.back_up`."""
+        ...
+
+    def load(self, copies: CopyPlan, engine: L2TransferEngine, producer: LayerLoadingEvent) -> TransferCompletion:
+        """See `Transfer.load`."""
+        ...
+
+
 class HostTransfer:
     """Copies between one rank's device pool and its host pools.
+
+    `copier` replaces the page copier that the device and `io_backend` call for; False means SGLang's engine.
 
     Raises `LayoutConfigError` if `io_backend` cannot address the host pool's memory layout.
     """
 
-    def __init__(self, *, host_pool: AnyHostPool, device_pool: KVCache, io_backend: str) -> None:
+    def __init__(
+        self,
+        *,
+        host_pool: AnyHostPool,
+        device_pool: KVCache,
+        io_backend: str,
+        copier: PageCopier | Literal[False] | None = None,
+    ) -> None:
         if io_backend not in ("kernel", "direct"):
             raise LayoutConfigError(f"--hicache-io-backend must be one of kernel, direct, got {io_backend!r}")
         if io_backend == "direct" and host_pool.layout not in DIRECT_LAYOUTS:
@@ -73,23 +95,45 @@ class HostTransfer:
         self._index_device = device_pool.device if io_backend == "kernel" else "cpu"
         self._layers = device_pool.layer_num
         self.engine = L2TransferEngine(io_backend)
+        self._copier = self._own_copier(device_pool, io_backend) if copier is None else copier or None
 
     @property
     def bytes_per_token(self) -> int:
         """Bytes that one token moves, all layers and all pools."""
         return sum(size for _, size in self._pairs)
 
+    @property
+    def entries(self) -> list[PoolEntry]:
+        """The pools that move together: the KV pool and its sidecars."""
+        return [entry for entry, _ in self._pairs]
+
     def back_up(self, copies: CopyPlan) -> TransferCompletion:
         """Submit device to host. Returns at once; the events tell when the copy runs and ends."""
+        if self._copier is not None:
+            return self._copier.back_up(copies, self.engine)
         return self.engine.submit_device_to_host(self._transfers(copies))
 
     def load(self, copies: CopyPlan, producer: LayerLoadingEvent) -> TransferCompletion:
         """Submit host to device, layer by layer; `producer` records an event after each layer."""
+        if self._copier is not None:
+            return self._copier.load(copies, self.engine, producer)
         return self.engine.submit_host_to_device(
             self._transfers(copies),
             start_event=producer.start_event,
             on_layer_done=producer.complete,
             layer_num=self._layers,
+        )
+
+    def _own_copier(self, device_pool: KVCache, io_backend: str) -> PageCopier | None:
+        if not str(device_pool.device).startswith("cuda"):
+            return None
+        from .cuda.page_copier import page_copier  # Triton is imported where there is a device for it
+
+        return page_copier(
+            self.entries,
+            page_size=device_pool.page_size,
+            device=str(device_pool.device),
+            io_backend=io_backend,
         )
 
     def _transfers(self, copies: CopyPlan) -> list[L2Transfer]:

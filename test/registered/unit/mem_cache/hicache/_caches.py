@@ -79,6 +79,7 @@ class CacheSpec:
     host_pages: int = 16
     load_back_pages: int = 1
     events: bool = False
+    eagle: bool = False
 
     @property
     def page_size(self) -> int:
@@ -125,6 +126,7 @@ def make_params(spec: CacheSpec, allocator: BaseTokenToKVPoolAllocator, **change
         "page_size": spec.page_size,
         "eviction_policy": spec.eviction,
         "enable_kv_cache_events": spec.events,
+        "is_eagle": spec.eagle,
         **changes,
     }
     return CacheInitParams(**fields)

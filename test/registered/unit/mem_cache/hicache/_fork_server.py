@@ -2,30 +2,29 @@
 
 from __future__ import annotations
 
-import multiprocessing as mp
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sglang.srt.mem_cache.hicache.cli.replay.driver import PRELOAD_MODULE, start_fork_server
+from sglang.srt.mem_cache.hicache.cli.replay.driver import forking_context
 
 if TYPE_CHECKING:
     from multiprocessing.context import ForkServerContext
 
-_OWN_MODULES = ["_gloo_traffic", "_gloo_scenarios"]
+_MODULES = ["_gloo_scenarios"]
 
 
-def forking_context() -> ForkServerContext:
-    """The context of a fork server that has imported what any test's processes need."""
-    context = mp.get_context("forkserver")
-    context.set_forkserver_preload([PRELOAD_MODULE, *_OWN_MODULES])
+def tests_forking_context() -> ForkServerContext:
+    """The context of a fork server that has imported what any test's processes need; started on the first call.
+
+    It must come before the first replay of the session, which would start the server for itself.
+    """
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(Path(__file__).parent), before)))
     try:
-        start_fork_server()
+        return forking_context(*_MODULES)
     finally:
         if before is None:
             del os.environ["PYTHONPATH"]
         else:
             os.environ["PYTHONPATH"] = before
-    return context

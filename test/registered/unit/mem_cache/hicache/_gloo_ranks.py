@@ -12,16 +12,18 @@ import os
 import sys
 import tempfile
 import threading
+import time
 import traceback
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Self, TypeVar
 
 import torch
 import torch.distributed as dist
-from _fork_server import forking_context
+from _fork_server import tests_forking_context
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -33,6 +35,7 @@ ResultT = TypeVar("ResultT")
 
 PEER_SECONDS = 60.0
 ANSWER_SECONDS = 150.0
+LAST_WORD_SECONDS = 5.0  # for the other ranks, once one has failed
 GRID_COLUMNS = 2
 
 
@@ -60,20 +63,65 @@ def _count(group: dist.ProcessGroup) -> int:
 
 
 class GlooRanks:
-    """Starts and ends the processes; see above. SGLang's process-wide settings are in place in each."""
+    """Starts and ends the processes; see above. SGLang's process-wide settings are in place in each.
+
+    After a failure new processes are started, since ranks that were left alone in a collective are of no more use.
+    """
 
     def __init__(self, size: int) -> None:
         self._size = size
+        self._context = tests_forking_context()
+        self._start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._end()
+
+    def run(
+        self, ranks: int, scenario: Callable[Concatenate[World, P], ResultT], *args: P.args, **kwargs: P.kwargs
+    ) -> list[ResultT]:
+        """`scenario(world, *args, **kwargs)` in the first `ranks` ranks at once; their results in order of rank."""
+        for pipe in self._pipes[:ranks]:
+            pipe.send((ranks, scenario, args, kwargs))
+        answers: dict[int, tuple[str, Any]] = {}
+        deadline = time.monotonic() + ANSWER_SECONDS
+        while len(answers) < ranks and (left := deadline - time.monotonic()) > 0:
+            missing = [number for number in range(ranks) if number not in answers]
+            ready = wait([self._pipes[number] for number in missing], left)
+            for number in missing:
+                if self._pipes[number] in ready:
+                    answers[number] = self._receive(number)
+                    if answers[number][0]:
+                        deadline = min(deadline, time.monotonic() + LAST_WORD_SECONDS)
+        failed = [f"rank {number} of {ranks}:\n{trace}" for number, (trace, _) in sorted(answers.items()) if trace]
+        if failed or len(answers) < ranks:
+            self._end()
+            self._start()
+            silent = [f"rank {number} of {ranks}: no answer" for number in range(ranks) if number not in answers]
+            raise AssertionError("\n".join(failed + silent))
+        return [answers[number][1] for number in range(ranks)]
+
+    def _receive(self, number: int) -> tuple[str, Any]:
+        try:
+            answer: tuple[str, Any] = self._pipes[number].recv()
+        except EOFError:
+            return "the process ended", None
+        return answer
+
+    def _start(self) -> None:
         self._folder = tempfile.TemporaryDirectory()
-        context = forking_context()
-        their_line, self._lifeline = context.Pipe(duplex=False)
+        their_line, self._lifeline = self._context.Pipe(duplex=False)
         self._pipes: list[Connection] = []
         self._processes = []
-        for number in range(size):
-            ours, theirs = context.Pipe()
-            process = context.Process(
+        for number in range(self._size):
+            ours, theirs = self._context.Pipe()
+            process = self._context.Process(
                 target=_serve,
-                args=(number, size, str(Path(self._folder.name) / "rendezvous"), theirs, their_line),
+                args=(number, self._size, str(Path(self._folder.name) / "rendezvous"), theirs, their_line),
                 name=f"gloo-rank-{number}",
                 daemon=True,
             )
@@ -83,37 +131,14 @@ class GlooRanks:
             self._processes.append(process)
         their_line.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def _end(self) -> None:
         self._lifeline.close()
         for process in self._processes:
             process.join(10)
             process.kill()
+        for pipe in self._pipes:
+            pipe.close()
         self._folder.cleanup()
-
-    def run(
-        self, ranks: int, scenario: Callable[Concatenate[World, P], ResultT], *args: P.args, **kwargs: P.kwargs
-    ) -> list[ResultT]:
-        """`scenario(world, *args, **kwargs)` in the first `ranks` ranks at once; their results in order of rank."""
-        for pipe in self._pipes[:ranks]:
-            pipe.send((ranks, scenario, args, kwargs))
-        answers = [self._answer(number) for number in range(ranks)]
-        failed = [f"rank {number} of {ranks}:\n{trace}" for number, (trace, _) in enumerate(answers) if trace]
-        assert not failed, "\n".join(failed)
-        return [result for _, result in answers]
-
-    def _answer(self, number: int) -> tuple[str, Any]:
-        if not self._pipes[number].poll(ANSWER_SECONDS):
-            return f"no answer within {ANSWER_SECONDS} s", None
-        try:
-            answer: tuple[str, Any] = self._pipes[number].recv()
-        except EOFError:
-            return "the process ended", None
-        return answer
 
 
 def _serve(number: int, size: int, rendezvous: str, pipe: Connection, lifeline: Connection) -> None:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import random
 import unittest
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from _caches import CacheSpec, CacheTestCase, chain
 from _groups import Group
@@ -13,6 +13,9 @@ from sglang.srt.mem_cache.layouts import LayoutInvariantError, PoolKind
 
 if TYPE_CHECKING:
     from array import array
+    from collections.abc import Callable
+
+    from _caches import Rank
 
 register_cpu_ci(est_time=60, suite="base-a-test-cpu")
 
@@ -185,6 +188,51 @@ class TestAcknowledgements(CacheTestCase):
                 rank.cache.in_flight.end_backup(77)
             with self.assertRaisesRegex(LayoutInvariantError, "ack for load 78, but under way are"):
                 rank.cache.in_flight.end_load(78)
+
+
+class TestDigest(CacheTestCase):
+    def test_every_piece_of_mirrored_state_changes_the_digest(self) -> None:
+        def first(rank: Rank) -> Any:  # noqa: ANN401  # whatever field is changed
+            return rank.nodes()[0]
+
+        changes: dict[str, Callable[[Rank], object]] = {
+            "locks": lambda rank: setattr(first(rank), "lock_ref", 1),
+            "host protection": lambda rank: first(rank).protect_host(),
+            "hits": lambda rank: setattr(first(rank), "hit_count", 9),
+            "priority": lambda rank: setattr(first(rank), "priority", 9),
+            "time": lambda rank: setattr(first(rank), "last_access_time", 9),
+            "id": lambda rank: setattr(first(rank), "id", 9),
+            "slots": lambda rank: setattr(first(rank), "slot_pages", first(rank).slot_pages[::-1]),
+            "device tier": lambda rank: setattr(first(rank), "value", None),
+            "host tier": lambda rank: first(rank).clear_metadata(),
+            "owners": lambda rank: setattr(first(rank), "metadata", rank.nodes()[1].metadata),
+            "key": lambda rank: setattr(first(rank), "key", rank.key(chain(rank.spec, 8, 9))),
+            "namespace": lambda rank: setattr(first(rank), "key", rank.key(first(rank).key.token_ids, "other")),
+            "parent": lambda rank: setattr(first(rank), "parent", rank.nodes()[1]),
+            "evictable": lambda rank: setattr(rank.cache, "evictable_size_", 1),
+            "protected": lambda rank: setattr(rank.cache, "protected_size_", 1),
+            "free slots": lambda rank: rank.allocator.alloc(4),
+            "ledger": lambda rank: rank.controller.ledger.clear(),
+            "backups": lambda rank: rank.cache.in_flight.begin_backup(first(rank), locked=False),
+            "loads": lambda rank: rank.cache.in_flight.begin_load(first(rank), rank.cache.root_node),
+        }
+        for name, change in changes.items():
+            with self.subTest(name):
+                group = Group(_spec())
+                group.serve(chain(group.spec, 1, 2))
+                group.serve(chain(group.spec, 3, 4, 5))
+                self.assertEqual(len(set(group.digests())), 1)
+                change(group.ranks[0])
+                self.assertEqual(len(set(group.digests())), 2)
+
+    def test_which_host_pages_a_rank_was_given_does_not_matter(self) -> None:
+        group = Group(_spec(), host_pages=[12, 10, 10, 10])
+        self.assertIsNotNone(group.ranks[0].cache.token_to_kv_pool_host.alloc(4))
+        group.ranks[0].controller._surplus_pages -= 1  # noqa: SLF001  # the page is not the ledger's to count
+        group.serve(chain(group.spec, 1, 2, 3, 4))
+        pages = [node.metadata.host_pages.tolist() for rank in group.ranks for node in rank.nodes() if node.metadata]
+        self.assertEqual(pages, [[1], [0], [0], [0]])
+        self.assertEqual(len(set(group.digests())), 1)
 
 
 def _spec(**changes: object) -> CacheSpec:

@@ -90,6 +90,22 @@ class TestRoundTrip(CacheTestCase):
         assert same is not None
         self.assertEqual(same.prefix_pages, 2)
 
+    def test_bigram_keys_of_eagle_count_one_token_less(self) -> None:
+        group = Group(CacheSpec(eagle=True))
+        tokens = chain(group.spec, 1, 2, 3, 4)[:13]  # twelve bigrams
+        for rank in group.ranks:
+            rank.cache.insert(InsertParams(key=rank.key(tokens), value=rank.allocator.alloc(16)))
+            for length, matched in ((3, 0), (4, 0), (5, 4), (8, 4), (9, 8), (13, 12)):
+                match = rank.cache.match_prefix(MatchPrefixParams(key=rank.key(tokens[:length])))
+                self.assertEqual(len(match.device_indices), matched)
+        group.settle()
+        group.evict_all()
+        for rank in group.ranks:
+            match = rank.cache.match_prefix(MatchPrefixParams(key=rank.key(tokens)))
+            self.assertEqual(match.host_hit_length, 12)
+            loaded = rank.cache.load_back(match.best_match_node)
+            self.assertEqual(0 if loaded is None else len(loaded), 12)
+
     def test_identity_works_with_sglangs_own_allocator(self) -> None:
         spec = CacheSpec(layout="identity", ranks=1)
         pool, layout = make_device_pool(spec), make_layout(spec, 0)

@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from _caches import CacheSpec, CacheTestCase, make_device_pool, make_layout
+from _caches import CacheSpec, CacheTestCase, chain, make_device_pool, make_layout
+from _groups import Group
 from sglang.test.ci.ci_register import register_cpu_ci
 
+from sglang.srt.mem_cache.hicache.invariants import violations
 from sglang.srt.mem_cache.hicache.serving_allocator import ServingSlotAllocator
 
 if TYPE_CHECKING:
@@ -121,3 +123,31 @@ class TestServingAllocator(CacheTestCase):
             lanes = lanes_of(extend(allocator, [0], [4 * PAGE], [-1]))
         self.assertEqual(lanes[1:3], [1, 2])
         self.assertNotIn(0, lanes)
+
+
+class TestRoomByLane(CacheTestCase):
+    def test_eviction_goes_on_until_the_short_lane_has_room(self) -> None:
+        group = Group(CacheSpec())
+        for number in range(8):
+            group.serve(chain(group.spec, *range(10 * number, 10 * number + 3)))
+        self.assertEqual(group.each(lambda rank: rank.allocator.available_size()), [0] * 3)
+        demand = np.array([1] * 3, dtype=np.int16)
+        group.each(lambda rank: rank.cache.make_device_room(demand))
+        for rank in group.ranks:
+            self.assertGreaterEqual(int(rank.allocator.room_pages()[1]), 3)
+            self.assertGreater(rank.cache.evictable_size(), 0)
+            self.assertEqual(violations(rank.cache), [])
+
+    def test_nothing_is_evicted_for_a_lane_that_is_beyond_help(self) -> None:
+        group = Group(CacheSpec())
+        # A request holds all of lane 0 but one page; the cache has pages in every lane.
+        held = group.each(lambda rank: rank.allocator.alloc_lanes(np.zeros(7, dtype=np.int16)))
+        group.serve(chain(group.spec, 1, 2, 3))
+        before = group.each(lambda rank: rank.cache.evictable_size())
+        group.each(lambda rank: rank.cache.make_device_room(np.zeros(2, dtype=np.int16)))
+        self.assertEqual(group.each(lambda rank: rank.cache.evictable_size()), before)
+        group.each(lambda rank: rank.cache.make_device_room(np.zeros(1, dtype=np.int16)))
+        self.assertEqual(group.each(lambda rank: int(rank.allocator.room_pages()[0])), [1] * 3)
+        for rank, pages in zip(group.ranks, held, strict=True):
+            assert pages is not None
+            self.assertEqual(violations(rank.cache, held_slot_pages=len(pages)), [])

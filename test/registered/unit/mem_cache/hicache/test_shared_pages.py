@@ -68,6 +68,11 @@ class Ranks:
         """Do the same on every rank at once."""
         return list(self._threads.map(act, self.shared))
 
+    def begin_batch(self, pages: list[int]) -> None:
+        """The next forward pass reads these logical pages."""
+        for pool in self.shared:
+            pool.access.begin_batch(torch.tensor(pages))
+
     def write(self, layer: int, slots: torch.Tensor) -> None:
         """Store random bits, NaNs and negative zeros among them, on the ranks and in the whole pool."""
         bits = torch.randint(-(2**15), 2**15, (len(slots), 1, LATENT + ROTARY), dtype=torch.int16)
@@ -127,18 +132,22 @@ class TestSharedPages(CacheTestCase):
         for _ in range(6):
             batch = rng.sample(pages, rng.randrange(1, len(pages)))
             wanted = slots_of(batch)
-            group.everywhere(lambda pool, batch=batch: pool.access.begin_batch(torch.tensor(batch)))
+            group.begin_batch(batch)
             for layer in (0, 1):
                 group.write(layer, wanted[-3:])  # a forward pass writes before it reads
-                expected = as_bits(group.whole.get_key_buffer(layer)[wanted])
-                for found in group.everywhere(lambda pool, layer=layer: pool.get_key_buffer(layer)):
-                    self.assertTrue(torch.equal(as_bits(found[wanted]), expected))
-                for found in group.everywhere(lambda pool, layer=layer: pool.get_value_buffer(layer)):
-                    self.assertTrue(torch.equal(as_bits(found[wanted]), expected[..., :LATENT]))
-                if kind is PoolKind.DSA:
-                    index = group.whole.get_index_k_with_scale_buffer(layer)[batch]  # type: ignore[attr-defined]  # DSA
-                    for found in group.everywhere(lambda pool, layer=layer: pool.get_index_k_with_scale_buffer(layer)):
-                        self.assertTrue(torch.equal(found[batch], index))
+                self._check_reads(group, layer, batch)
+
+    def _check_reads(self, group: Ranks, layer: int, batch: list[int]) -> None:
+        wanted = slots_of(batch)
+        expected = as_bits(group.whole.get_key_buffer(layer)[wanted])
+        for found in group.everywhere(lambda pool: pool.get_key_buffer(layer)):
+            self.assertTrue(torch.equal(as_bits(found[wanted]), expected))
+        for found in group.everywhere(lambda pool: pool.get_value_buffer(layer)):
+            self.assertTrue(torch.equal(as_bits(found[wanted]), expected[..., :LATENT]))
+        if isinstance(group.whole, CpuDSATokenToKVPool):
+            index = group.whole.get_index_k_with_scale_buffer(layer)[batch]
+            for found in group.everywhere(lambda pool: index_pages(pool, layer)):
+                self.assertTrue(torch.equal(found[batch], index))
 
     def test_a_rank_stores_its_own_pages_and_no_others(self) -> None:
         group = Ranks(PoolKind.DSA, 2)
@@ -152,9 +161,9 @@ class TestSharedPages(CacheTestCase):
     def test_only_the_pages_of_the_batch_are_gathered_and_once_a_layer(self) -> None:
         group = Ranks(PoolKind.MLA, 2)
         group.write(0, slots_of([2, 3, 4, 5]))
-        group.everywhere(lambda pool: pool.access.begin_batch(torch.tensor([2, 5])))
+        group.begin_batch([2, 5])
         for _ in range(3):
-            group.everywhere(lambda pool: pool.get_kv_buffer(0))
+            group.everywhere(lambda pool: (pool.get_key_buffer(0), pool.get_value_buffer(0)))
         self.assertEqual(group.reduce.calls, 1)
         page_bytes = PAGE * (LATENT + ROTARY) * 2
         self.assertEqual([access_of(pool).gathered_bytes for pool in group.shared], [2 * page_bytes] * 2)
@@ -196,6 +205,12 @@ class TestSharedPages(CacheTestCase):
 def as_bits(tensor: torch.Tensor) -> torch.Tensor:
     """A bfloat16 tensor as integers: NaNs compare, zeros keep their sign."""
     return tensor.contiguous().view(torch.int16)
+
+
+def index_pages(pool: LayoutMLATokenToKVPool, layer: int) -> torch.Tensor:
+    """Index pages of a DSA pool, to be indexed by logical pages."""
+    assert isinstance(pool, CpuDSATokenToKVPool)
+    return pool.get_index_k_with_scale_buffer(layer)
 
 
 def access_of(pool: LayoutMLATokenToKVPool) -> SharedPages:

@@ -19,6 +19,7 @@ from sglang.srt.mem_cache.base_prefix_cache import (
 from sglang.test.ci.ci_register import register_cpu_ci
 
 from sglang.srt.mem_cache.hicache.invariants import violations
+from sglang.srt.mem_cache.hicache.radix_tree import PagedInsertParams
 from sglang.srt.mem_cache.hicache.settings import WritePolicy
 from sglang.srt.mem_cache.layouts import LayoutInvariantError
 
@@ -133,6 +134,15 @@ class TestEvictionByShortfall(CacheTestCase):
         self.assertEqual(group.agreed(lambda rank: rank.allocator.room_pages().tolist()), [2, 0, 2])
         self.assertEqual(group.agreed(lambda rank: rank.cache.evictable_size()), 4)
 
+    def test_a_demand_that_one_lane_can_never_meet_evicts_nothing(self) -> None:
+        group = Group(CacheSpec(device_pages=4))
+        group.serve(chain(group.spec, *range(6)))
+        before = group.digests()
+        lanes = np.array([1] * 5, dtype=np.int16)
+        self.assertEqual(group.agreed(lambda rank: _count(rank.cache.alloc_slots(lanes))), -1)
+        self.assertEqual(group.digests(), before)
+        group.check()
+
     def test_enough_room_evicts_nothing(self) -> None:
         group = Group(CacheSpec())
         group.serve(chain(group.spec, 1, 2))
@@ -178,6 +188,25 @@ class TestTreeShape(CacheTestCase):
             with self.assertRaisesRegex(LayoutInvariantError, f"insert of 8 tokens came with {count} slots"):
                 rank.cache.insert(InsertParams(key=rank.key(chain(rank.spec, 1, 2)), value=value))
         self.assertEqual(rank.nodes(), [])
+
+    def test_insert_with_too_few_page_numbers_raises_and_leaves_no_empty_node(self) -> None:
+        (rank,) = Group(CacheSpec(ranks=1)).ranks
+        key, value = rank.key(chain(rank.spec, 1, 2)), rank.allocator.alloc(8)
+        with self.assertRaisesRegex(LayoutInvariantError, "insert of 8 tokens came with 1 slot pages"):
+            rank.cache.insert(PagedInsertParams(key=key, value=value, slot_pages=np.array([2], dtype=np.int64)))
+        self.assertEqual((rank.nodes(), rank.cache.root_node.children), ([], {}))
+
+    def test_page_numbers_that_come_with_an_insert_are_copied_and_those_of_the_slots(self) -> None:
+        (rank,) = Group(CacheSpec(ranks=1)).ranks
+        pages = rank.allocator.alloc_lanes(np.zeros(3, dtype=np.int16))
+        assert pages is not None
+        kept, value = pages.tolist(), rank.allocator.slots(pages)
+        key = rank.key(chain(rank.spec, 1, 2, 3))
+        rank.cache.insert(PagedInsertParams(key=key, value=value, slot_pages=pages))
+        pages.fill(0)
+        (node,) = rank.nodes()
+        self.assertEqual(node.slot_pages.tolist(), kept)
+        self.assertEqual(violations(rank.cache), [])
 
     def test_a_chain_shorter_than_a_page_is_neither_kept_nor_found(self) -> None:
         (rank,) = Group(CacheSpec(ranks=1)).ranks

@@ -168,6 +168,18 @@ def replay(
     return EXIT_OK if all(result.passed for result in results.values()) else EXIT_FAILED
 
 
+@cli.command()
+def check() -> int:
+    """Check that this installation and SGLang fit together; exit status 1 if something does not."""
+    from sglang.srt.mem_cache.hicache.installation import check_installation
+
+    passed = True
+    for line in check_installation():
+        click.echo(str(line))
+        passed = passed and line.passed
+    return EXIT_OK if passed else EXIT_FAILED
+
+
 def check_layouts(config: ReplayConfig, trace: Trace) -> None:
     """Raise `ReplayInputError` for a layout that is unknown, refuses its geometry, or has no room for some prompt."""
     from sglang.srt.mem_cache.layouts.config import LayoutConfig

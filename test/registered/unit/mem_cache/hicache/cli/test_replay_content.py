@@ -198,10 +198,10 @@ class TestMismatchedTokens(ContentTestCase):
                 self.assertEqual(kv.mismatched_tokens(row_pages, sums), 0)
                 content._CHUNK_BYTES = small  # noqa: SLF001
                 buffers = [_bytes(buffer) for buffer in kv_buffers(pool)]
-                for number, page in enumerate((1, 8, 8, 7)):
-                    buffers[number % LAYERS][page * 8 + number, 0] ^= 1
+                for number, (page, token) in enumerate(((1, 5), (8, 5), (8, 6), (7, 5))):
+                    buffers[number % LAYERS][page * 8 + token, 0] ^= 1
                 self.assertEqual(kv.mismatched_tokens(row_pages, sums), 4)
-                buffers[1][1 * 8, 0] ^= 1  # wrong in both layers now
+                buffers[1][1 * 8 + 5, 0] ^= 1  # wrong in both layers now
                 self.assertEqual(kv.mismatched_tokens(row_pages, sums), 4)
         finally:
             content._CHUNK_BYTES = chunk_bytes  # noqa: SLF001
@@ -227,7 +227,7 @@ def _sums(kind: PoolKind, *, pages: int) -> Words:
 def _page_words(kind: PoolKind, tokens: PageArray, *, seed: int = 0, pages: int = 2, row_page: int = 1) -> list[Words]:
     """The words of one page in every buffer, ``[rows, words of a row]``, after `tokens` were written to it."""
     pool, kv = _pool(kind, pages=pages, seed=seed)
-    kv.write(np.array([row_page]), prefix_sums(tokens, seed).reshape(1, -1))
+    kv.write(np.array([row_page]), prefix_sums(tokens, seed=0).reshape(1, -1))
     return [words[row_page] for words in _words(pool)]
 
 

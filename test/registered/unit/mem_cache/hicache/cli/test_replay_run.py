@@ -16,11 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from _fork_server import tests_forking_context
+from _replays import FAULTY_LAYOUTS, conversations, make_trace, write_trace
 from sglang.test.ci.ci_register import register_cpu_ci
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from _replays import FAULTY_LAYOUTS, conversations, make_trace, start_fork_server_of_tests, write_trace
 
 from sglang.srt.mem_cache.hicache.cli import main as command
 from sglang.srt.mem_cache.hicache.cli.replay.config import ReplayConfig, ReplayError
@@ -61,7 +59,7 @@ ISSUE_KEYS = {
 
 @pytest.fixture(scope="module", autouse=True)
 def _fork_server() -> None:
-    start_fork_server_of_tests()
+    tests_forking_context()
 
 
 def _config(**options: Any) -> ReplayConfig:  # noqa: ANN401  # fields of ReplayConfig
@@ -85,10 +83,10 @@ def _dsa_config(**options: Any) -> ReplayConfig:  # noqa: ANN401  # fields of Re
 
 CONFIGS = {
     "mla on one rank": _config(cp_size=1),
-    "mla on two ranks, write_back": _config(policy="write_back", host_layout="page_first_direct"),
-    "mla on three ranks, write_through_selective": _config(
-        cp_size=3, policy="write_through_selective", eviction_policy="slru", verify="sample"
+    "mla on two ranks, write_through_selective": _config(
+        policy="write_through_selective", eviction_policy="slru", verify="sample"
     ),
+    "mla on three ranks, write_back": _config(cp_size=3, policy="write_back", host_layout="page_first_direct"),
     "dsa on one rank, write_back": _dsa_config(cp_size=1, policy="write_back"),
     "dsa on two ranks, page_first_direct": _dsa_config(host_layout="page_first_direct"),
     "dsa on three ranks, unverified": _dsa_config(cp_size=3, verify="off", eviction_policy="lfu"),
@@ -119,7 +117,7 @@ def test_every_pool_layout_group_size_and_policy_replays_with_all_bytes_right(
         # Every hit is verified, on each rank that holds the page.
         expected = {"all": hits * copies, "off": 0}.get(config.verify)
         if expected is None:
-            assert 0 < result.verified_tokens < hits * copies / 4
+            assert 0 < result.verified_tokens < hits * copies, name
         else:
             assert result.verified_tokens == expected, name
 
@@ -238,14 +236,18 @@ def test_ranks_that_place_pages_differently_disagree_and_exit_with_1(
 def test_a_rank_that_raises_is_named_on_one_line_and_its_traceback_is_shown_on_request(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    line = "rank 1 of 2 failed: breaks_on_rank_1, request 4 of 60: ZeroDivisionError: three backups are enough"
     assert _run_command(tmp_path, "--layout", "breaks_on_rank_1") == 1
-    assert _without_progress(capfd.readouterr().err) == [f"kvlayouts: error: {line}"]
+    (line,) = _without_progress(capfd.readouterr().err)
+    assert re.fullmatch(
+        r"kvlayouts: error: rank 1 of 2 failed: breaks_on_rank_1, request \d+ of 60: "
+        "ZeroDivisionError: three backups are enough",
+        line,
+    )
     assert _run_command(tmp_path, "--layout", "breaks_on_rank_1", "--traceback") == 1
     shown = _without_progress(capfd.readouterr().err)
     assert shown[0].startswith("Traceback")
     assert any("faulty_layouts.py" in said for said in shown)
-    assert shown[-1] == f"kvlayouts: error: {line}"
+    assert shown[-1] == line
     assert _rank_processes() == []
     config = _config(layouts=("breaks_on_rank_1",))
     with pytest.raises(ReplayError, match="rank 1 of 2 failed") as caught:
@@ -286,8 +288,8 @@ def test_a_rank_that_stops_answering_is_named_by_the_others_after_the_stated_tim
         ReplayError,
         match=r"^rank 1 of 3 does not answer; rank [02] of 3 waited for its peers in \w+: identity, request \d+ of ",
     ):
-        _disturb(tmp_path, 1, signal.SIGSTOP, peer_seconds=2.0, pids=pids)
-    assert 2 < time.monotonic() - started < 40
+        _disturb(tmp_path, 1, signal.SIGSTOP, peer_seconds=10.0, pids=pids)
+    assert 10 < time.monotonic() - started < 60
     assert _rank_processes() == []
     for pid in pids:
         with pytest.raises(ProcessLookupError):
@@ -306,13 +308,20 @@ def test_an_exception_in_the_caller_leaves_no_process(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for left processes in /proc")
-@pytest.mark.parametrize("moment", ["while SGLang is imported", "while requests are replayed"])
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    ("signum", "moment"),
+    [
+        (signal.SIGINT, "while SGLang is imported"),
+        (signal.SIGINT, "while requests are replayed"),
+        (signal.SIGKILL, "while requests are replayed"),
+    ],
+    ids=lambda value: getattr(value, "name", value),
+)
 def test_ctrl_c_or_the_end_of_the_command_leaves_no_process_behind(
-    moment: str, signum: signal.Signals, tmp_path: Path
+    signum: signal.Signals, moment: str, tmp_path: Path
 ) -> None:
-    """Ctrl-C reaches every process of the terminal's foreground group; SIGTERM here reaches the command alone."""
-    trace = write_trace(tmp_path / "long.jsonl", conversations(requests=20_000))
+    """Ctrl-C reaches every process of the terminal's foreground group; SIGKILL only the command itself."""
+    trace = write_trace(tmp_path / "long.jsonl", conversations(requests=2_000))
     program = (
         f"import sys; from {command.__name__} import main; sys.exit(main(['replay', {str(trace)!r}, *sys.argv[1:]]))"
     )
@@ -330,7 +339,7 @@ def test_ctrl_c_or_the_end_of_the_command_leaves_no_process_behind(
         if signum == signal.SIGINT:
             os.killpg(running.pid, signum)
         else:
-            running.terminate()
+            running.kill()
         _, error = running.communicate(timeout=20)
     _wait_until(lambda: not _group_members(running.pid), seconds=10)
     if signum == signal.SIGINT:
@@ -359,7 +368,8 @@ assert not loaded, loaded
 
 
 def _trace(folder: Path, config: ReplayConfig) -> Trace:
-    return make_trace(folder, requests=REQUESTS, block_tokens=config.block_tokens)
+    """More conversations the more ranks, so that no device tier holds them all."""
+    return make_trace(folder, requests=REQUESTS, block_tokens=config.block_tokens, talks=5 * config.cp_size)
 
 
 def _replay(config: ReplayConfig, trace: Trace) -> dict[str, LayoutResult]:
@@ -382,7 +392,7 @@ def _disturb(
 ) -> None:
     """Replay a trace of minutes on three ranks, and send `victim` a signal at the first progress."""
     config = _config(cp_size=3)
-    trace = make_trace(folder, requests=20_000, block_tokens=config.block_tokens)
+    trace = make_trace(folder, requests=2_000, block_tokens=config.block_tokens)
     sent: list[int] = []
 
     def on_progress(layout: str, done: int, total: int) -> None:

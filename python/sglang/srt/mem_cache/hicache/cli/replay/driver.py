@@ -33,12 +33,12 @@ from sglang.srt.mem_cache.hicache.cli.replay.results import LayoutResult, Replay
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from multiprocessing.connection import Connection
-    from multiprocessing.context import ForkServerProcess
+    from multiprocessing.context import ForkServerContext, ForkServerProcess
 
     from sglang.srt.mem_cache.hicache.cli.replay.results import ReplayConfig
     from sglang.srt.mem_cache.hicache.cli.replay.trace import Trace
 
-PRELOAD_MODULE = "sglang.srt.mem_cache.hicache.cli.replay.preload"
+_PRELOAD_FOLDER, _PRELOAD_MODULE = Path(__file__).parent / "fork_server", "kvlayouts_preload"
 PEER_SECONDS = 120.0
 """A rank that waits longer than this for another one within a collective fails."""
 
@@ -100,9 +100,7 @@ def _how_it_ended(code: int | None) -> str:
 @contextmanager
 def _ranks(config: ReplayConfig, trace: Trace, folder: Path, peer_seconds: float) -> Iterator[list[_Rank]]:
     """The rank processes; ended when the context is left, however that happens."""
-    context = mp.get_context("forkserver")
-    context.set_forkserver_preload([PRELOAD_MODULE])
-    start_fork_server()
+    context = forking_context()
     ranks: list[_Rank] = []
     their_line, lifeline = context.Pipe(duplex=False)
     try:
@@ -128,15 +126,27 @@ def _ranks(config: ReplayConfig, trace: Trace, folder: Path, peer_seconds: float
         _end(ranks)
 
 
-def start_fork_server() -> None:
-    """Start the fork server, if need be, with Ctrl-C blocked in it and thus in the ranks: it is this process's."""
+def forking_context(*modules: str) -> ForkServerContext:
+    """Start the fork server, unless it runs, and return its context. It imports what ranks need, and `modules`.
+
+    Ctrl-C is blocked in it and in all that it forks: it is the starting process's to handle.
+    """
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks share the cores; inherited by the fork server
-    resource_tracker.ensure_running()  # would unblock the signal
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload([_PRELOAD_MODULE, *modules])
+    resource_tracker.ensure_running()  # unblocks the signal
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    search_path = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(_PRELOAD_FOLDER), search_path)))
     try:
         forkserver.ensure_running()
     finally:
+        if search_path is None:
+            del os.environ["PYTHONPATH"]
+        else:
+            os.environ["PYTHONPATH"] = search_path
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+    return context
 
 
 def _end(ranks: list[_Rank]) -> None:

@@ -96,3 +96,13 @@ class SoakResult:
     def rss_growth(self) -> float:
         """Growth of the ranks' resident memory from the first check to the last, as a share."""
         return self.rss_end_bytes / self.rss_start_bytes - 1.0 if self.rss_start_bytes else 0.0
+
+
+def repeat_command(config: SoakConfig, events: int) -> str:
+    """The command that leads to the same events on every rank. Naps aside, nothing in a soak depends on time."""
+    return (
+        f"kvlayouts soak --ranks {config.ranks} --layout {config.layout} --pool {config.pool} "
+        f"--page-size {config.page_size} --policy {config.policy} --eviction-policy {config.eviction_policy} "
+        f"--host-mem-layout {config.host_layout} --faults {','.join(config.faults) or 'none'} "
+        f"--check-every {config.check_every} --seed {config.seed} --events {max(1, events)}"
+    )

@@ -1,6 +1,6 @@
 """Copies that run late. On a CPU SGLang's copies are done when they are submitted, which hides every mistake of order.
 
-`DeferredTransfer` stands before a `HostTransfer` and holds each copy back for a number of polls. Until then the
+`DeferredTransfer` stands before a `Transfer` and holds each copy back for a number of polls. Until then the
 rows keep their old bytes and the ack is not ready; if somebody reuses a row too early, the bytes come out wrong.
 Copies of one direction run in the order of their submission, as on a CUDA stream.
 """
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from sglang.srt.managers.cache_controller import LayerLoadingEvent
 
-    from sglang.srt.mem_cache.hicache.transfer import HostTransfer
+    from sglang.srt.mem_cache.hicache.transfer import Transfer
     from sglang.srt.mem_cache.layouts.plans import CopyPlan
 
 
@@ -48,9 +48,9 @@ class _LateCopy:
 
 
 class DeferredTransfer:
-    """A `HostTransfer` whose copies run `polls()` polls after their submission; 0 runs them at once."""
+    """A `Transfer` whose copies run `polls()` polls after their submission; 0 runs them at once."""
 
-    def __init__(self, transfer: HostTransfer, polls: Callable[[], int]) -> None:
+    def __init__(self, transfer: Transfer, polls: Callable[[], int]) -> None:
         self._transfer = transfer
         self._polls = polls
         self._backups: list[_LateCopy] = []
@@ -59,11 +59,11 @@ class DeferredTransfer:
         self.bytes_per_token = transfer.bytes_per_token
 
     def back_up(self, copies: CopyPlan) -> TransferCompletion:
-        """See `HostTransfer.back_up`."""
+        """See `Transfer.back_up`."""
         return self._submit(self._backups, lambda: self._transfer.back_up(copies))
 
     def load(self, copies: CopyPlan, producer: LayerLoadingEvent) -> TransferCompletion:
-        """See `HostTransfer.load`. Call `finish_loads` where a forward pass would wait for its layers."""
+        """See `Transfer.load`. Call `finish_loads` where a forward pass would wait for its layers."""
         return self._submit(self._loads, lambda: self._transfer.load(copies, producer))
 
     def finish_loads(self) -> None:

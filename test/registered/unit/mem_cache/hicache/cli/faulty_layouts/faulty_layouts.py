@@ -58,11 +58,11 @@ class BreaksOnRank1(CpSharedLayout):
     name = "breaks_on_rank_1"
     backups = 0
 
-    def plan_backup(self, slot_pages: PageArray) -> BackupPlan:
+    def finish_backup(self, plan: BackupPlan, host_pages: PageArray) -> CpHiCacheNodeMetadata:
         self.backups += 1
         if self.lane == 1 and self.backups > 3:
             raise ZeroDivisionError("three\nbackups are enough")
-        return super().plan_backup(slot_pages)
+        return super().finish_backup(plan, host_pages)
 
 
 class Talks(CpSharedLayout):

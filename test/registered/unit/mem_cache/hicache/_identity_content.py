@@ -17,8 +17,7 @@ from sglang.srt.mem_cache.hicache.device_pools import index_buffers, kv_buffers
 
 if TYPE_CHECKING:
     import numpy.typing as npt
-
-    from .identity_reference import Side
+    from _identity_reference import Side
 
 
 def prefix_codes(tokens: array[int], namespace: str | None) -> npt.NDArray[np.uint64]:

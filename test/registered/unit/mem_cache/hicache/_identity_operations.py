@@ -7,16 +7,15 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
+from _identity_content import content_is_right, prefix_codes, tokens_above, write_content
+from _identity_sequences import Kind, Operation
 from sglang.srt.managers.schedule_batch import ReqKvInfo
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InitLoadBackParams, InsertParams, MatchPrefixParams
 from sglang.srt.mem_cache.common import evict_from_tree_cache
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
-from .identity_content import content_is_right, prefix_codes, tokens_above, write_content
-from .identity_sequences import Kind, Operation
-
 if TYPE_CHECKING:
-    from .identity_reference import Side
+    from _identity_reference import Side
 
 Observation = tuple[object, ...]
 

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import json
 import random
-import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # _fork_server
+from sglang.srt.mem_cache.hicache.cli.replay.config import TRACE_BLOCK_TOKENS
+from sglang.srt.mem_cache.hicache.cli.replay.trace import Trace, TraceRequest, read_trace
 
-from _fork_server import forking_context
-
-from sglang.srt.mem_cache.hicache.cli.replay.trace import TRACE_BLOCK_TOKENS, Trace, TraceRequest, read_trace
-
-FAULTY_LAYOUTS = Path(__file__).parent / "faulty_layouts"
+FAULTY_LAYOUTS = Path(__file__).parent / "cli" / "faulty_layouts"
 
 
 def conversations(*, requests: int, talks: int = 5, blocks: int = 8, seed: int = 0) -> list[TraceRequest]:
@@ -48,8 +44,3 @@ def make_trace(folder: Path, *, requests: int, block_tokens: int, **options: int
     """The trace of `conversations`, scaled."""
     path = write_trace(folder / "conversations.jsonl", conversations(requests=requests, **options))
     return read_trace(path, block_tokens=block_tokens)
-
-
-def start_fork_server_of_tests() -> None:
-    """Ranks of later replays are forked from a server that all tests share."""
-    forking_context()

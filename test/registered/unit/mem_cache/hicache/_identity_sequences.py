@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import random
 
-    from .identity_reference import Case
+    from _identity_reference import Case
 
 
 class Kind(Enum):
@@ -39,17 +39,17 @@ class Kind(Enum):
 WEIGHTS = {
     Kind.MATCH: 6,
     Kind.LOCK: 2,
-    Kind.UNLOCK: 3,
-    Kind.LOAD_BACK: 5,
-    Kind.READY: 6,
-    Kind.SETTLE: 10,
-    Kind.EVICT: 4,
+    Kind.UNLOCK: 4,
+    Kind.LOAD_BACK: 12,
+    Kind.READY: 8,
+    Kind.SETTLE: 12,
+    Kind.EVICT: 7,
     Kind.INSERT: 5,
-    Kind.BEGIN: 9,
-    Kind.COMMIT: 10,
+    Kind.BEGIN: 7,
+    Kind.COMMIT: 11,
     Kind.START: 4,
-    Kind.CHUNK: 8,
-    Kind.FINISH: 4,
+    Kind.CHUNK: 7,
+    Kind.FINISH: 6,
     Kind.RESET: 0.3,
 }
 
@@ -79,14 +79,15 @@ class Operation:
 
 
 def random_operations(rng: random.Random, case: Case, count: int) -> list[Operation]:
-    """`count` operations over the keys of `case`."""
+    """`count` operations over a dozen keys, their prefixes and their neighbours, so that much is reused."""
     kinds = rng.choices(list(WEIGHTS), weights=list(WEIGHTS.values()), k=count)
+    keys = [_random_key(rng, case) for _ in range(12)]
     return [
         Operation(
             kind=kind,
-            symbols=tuple(rng.randrange(case.symbols) for _ in range(rng.randint(1, case.depth))),
+            symbols=_vary(rng, case, rng.choice(keys)),
             tail=rng.choice((0, 0, rng.randrange(case.page_size))),
-            namespace=rng.choice((None, None, "adapter")),
+            namespace=rng.choice((None, None, None, "adapter")),
             priority=rng.choice((0, 0, 0, 1, 3)),
             chunked=rng.random() < 0.15,
             quota=rng.choice((None, None, rng.randrange(case.depth * case.page_size))),
@@ -94,3 +95,17 @@ def random_operations(rng: random.Random, case: Case, count: int) -> list[Operat
         )
         for kind in kinds
     ]
+
+
+def _random_key(rng: random.Random, case: Case) -> tuple[int, ...]:
+    return tuple(rng.randrange(case.symbols) for _ in range(rng.randint(2, case.depth)))
+
+
+def _vary(rng: random.Random, case: Case, key: tuple[int, ...]) -> tuple[int, ...]:
+    """Mostly the key itself, else a prefix of it or one with another last page."""
+    form = rng.random()
+    if form < 0.65:
+        return key
+    if form < 0.85:
+        return key[: rng.randint(1, len(key))]
+    return (*key[:-1], rng.randrange(case.symbols))

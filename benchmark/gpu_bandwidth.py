@@ -1,0 +1,400 @@
+"""Backup and load bandwidth of SGLang's engine and of ours, beside the ceiling of the link, in one run.
+
+Every round measures the ceiling each way, then every version once in each direction; the table shows medians. Times
+are the device's own, between the events of the transfer's acknowledgement; "submit" is what the calling thread spends.
+A load records an event after each layer, as a forward pass needs it; "load, one step" moves all layers at once.
+
+    python3 benchmark/gpu_bandwidth.py [--rounds 7] [--pools mla_bf16,dsa_fp8,dsa_bf16] [--runs 1,4,16,64] [--sweep]
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+import time
+import traceback
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from gpu_common import (
+    PAGE_SIZE,
+    POISON,
+    Link,
+    PageContent,
+    Results,
+    in_runs,
+    make_device_pool,
+    poison,
+    table,
+    timing_event,
+)
+from sglang.srt.managers.cache_controller import LayerLoadingEvent
+from sglang.srt.mem_cache.l2_transfer import L2Transfer, TransferCompletion
+from sglang.srt.mem_cache.pool_host import HostPoolGroup
+from sglang.srt.mem_cache.pool_host.dsa import DSAIndexerPoolHost
+from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
+
+from sglang.srt.mem_cache.hicache.cuda.page_copier import CopyTuning, CudaPageCopier
+from sglang.srt.mem_cache.hicache.cuda.page_kernel import KernelShape
+from sglang.srt.mem_cache.hicache.cuda.page_maps import page_maps
+from sglang.srt.mem_cache.hicache.host_pools import build_host_pool
+from sglang.srt.mem_cache.hicache.runtime import standalone_runtime
+from sglang.srt.mem_cache.hicache.transfer import HostTransfer
+from sglang.srt.mem_cache.layouts.pages import tokens_of_pages
+from sglang.srt.mem_cache.layouts.plans import CopyPlan
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from sglang.srt.mem_cache.memory_pool import KVCache
+    from sglang.srt.mem_cache.pool_host import HostKVCache
+
+    from sglang.srt.mem_cache.hicache.host_pools import AnyHostPool
+
+LAYERS = 16
+PAGES = 512
+
+
+@dataclass(slots=True, kw_only=True)
+class Version:
+    """One way of copying. Each operation submits and returns the acknowledgement's events."""
+
+    name: str
+    mem_layout: str
+    programs: str
+    back_up: Callable[[CopyPlan], TransferCompletion]
+    load: Callable[[CopyPlan], TransferCompletion]
+    load_in_one_step: Callable[[CopyPlan], TransferCompletion] | None = None
+    checked: set[str] = field(default_factory=set)
+    failed: bool = False
+
+
+def our_versions(host_pool: AnyHostPool, device_pool: KVCache, tunings: dict[str, CopyTuning]) -> list[Version]:
+    """Our copier on this host pool, once for each tuning."""
+    owner = HostTransfer(host_pool=host_pool, device_pool=device_pool, io_backend="direct", copier=False)
+    maps = page_maps(owner.entries, page_size=PAGE_SIZE)
+    if maps is None:
+        raise RuntimeError(f"pages of {host_pool.layout} are scattered")
+    return [_our_version(name, tuning, owner, maps, device_pool, host_pool) for name, tuning in tunings.items()]
+
+
+def _our_version(
+    name: str, tuning: CopyTuning, owner: HostTransfer, maps: list[Any], device_pool: KVCache, host_pool: AnyHostPool
+) -> Version:
+    copier = CudaPageCopier(maps, device=torch.device("cuda"), tuning=tuning)
+    producer = LayerLoadingEvent(device_pool.layer_num)
+
+    def load(plan: CopyPlan) -> TransferCompletion:
+        producer.start_event.record()
+        return copier.load(plan, owner.engine, producer)
+
+    def load_in_one_step(plan: CopyPlan) -> TransferCompletion:
+        stream: Any = owner.engine.host_to_device_stream
+        before, after = timing_event(), timing_event()
+        with torch.cuda.stream(stream):
+            before.record()
+            copier.enqueue(plan, [slice(0, device_pool.layer_num)], to_device=True, stream=stream, producer=None)
+            after.record()
+        return TransferCompletion(before, after, True)
+
+    shapes = (tuning.to_host.programs, tuning.to_device.programs)
+    return Version(
+        name=name,
+        mem_layout=host_pool.layout,
+        programs="0" if tuning.long_copy_bytes == 0 else f"{shapes[0]}/{shapes[1]}",
+        back_up=lambda plan: copier.back_up(plan, owner.engine),
+        load=load,
+        load_in_one_step=load_in_one_step,
+    )
+
+
+def sglang_version(host_pool: AnyHostPool, device_pool: KVCache, io_backend: str) -> Version:
+    """SGLang's engine, given its token indices ready made, on the device where it wants them there."""
+    transfer = HostTransfer(host_pool=host_pool, device_pool=device_pool, io_backend=io_backend, copier=False)
+    where = "cuda" if io_backend == "kernel" else "cpu"
+    prepared: dict[int, list[L2Transfer]] = {}
+    producer = LayerLoadingEvent(device_pool.layer_num)
+
+    def transfers(plan: CopyPlan) -> list[L2Transfer]:
+        if id(plan) not in prepared:
+            host = tokens_of_pages(plan.host_pages(), PAGE_SIZE).to(where)
+            device = tokens_of_pages(plan.device_pages(), PAGE_SIZE).to(where)
+            prepared[id(plan)] = [
+                L2Transfer(entry.host_pool, entry.device_pool, host, device, entry.layer_mapper)
+                for entry in transfer.entries
+            ]
+        return prepared[id(plan)]
+
+    def load(plan: CopyPlan) -> TransferCompletion:
+        producer.start_event.record()
+        return transfer.engine.submit_host_to_device(
+            transfers(plan),
+            layer_num=device_pool.layer_num,
+            start_event=producer.start_event,
+            on_layer_done=producer.complete,
+        )
+
+    def back_up(plan: CopyPlan) -> TransferCompletion:
+        return transfer.engine.submit_device_to_host(transfers(plan))
+
+    return Version(
+        name=f"SGLang {io_backend}",
+        mem_layout=host_pool.layout,
+        programs="2 if JIT" if io_backend == "kernel" else "0",
+        back_up=back_up,
+        load=load,
+    )
+
+
+def timed(operation: Callable[[CopyPlan], TransferCompletion], plan: CopyPlan) -> tuple[float, float]:
+    """Milliseconds on the device and on this thread."""
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    completion = operation(plan)
+    submitted = time.perf_counter()
+    torch.cuda.synchronize()
+    return completion.start_event.elapsed_time(completion.finish_event), (submitted - started) * 1e3
+
+
+def check(version: Version, plan: CopyPlan, content: PageContent, device_pool: KVCache, host_pool: AnyHostPool) -> str:
+    """Every byte of a backup and of a load: empty if right.
+
+    The backup is read back by a plain copy of each page, the load by the content's own comparison.
+    """
+    rows, keys = torch.from_numpy(plan.device_pages()).cuda(), torch.arange(1, plan.pages + 1).cuda() * 1_000_003
+    poison_host(host_pool)
+    content.write(rows, keys)
+    timed(version.back_up, plan)
+    wrong_on_host = wrong_host_pages(host_pool, plan, content, keys)
+    poison(device_pool)
+    timed(version.load, plan)
+    wrong = content.wrong_pages(rows, keys)
+    if version.load_in_one_step is not None:
+        poison(device_pool)
+        timed(version.load_in_one_step, plan)
+        wrong += content.wrong_pages(rows, keys)
+    outside = untouched_pages_changed(content, plan)
+    if wrong_on_host or wrong or outside:
+        return f"{wrong_on_host} pages wrong after backup, {wrong} after load, {outside} others overwritten"
+    return ""
+
+
+def host_pools(host_pool: AnyHostPool) -> list[HostKVCache]:
+    """The KV pool and, with DSA, the index pool."""
+    return [entry.host_pool for entry in host_pool.entries] if isinstance(host_pool, HostPoolGroup) else [host_pool]
+
+
+def host_sides(pool: HostKVCache) -> list[torch.Tensor]:
+    """Its buffers, keys and values apart."""
+    if isinstance(pool, DSAIndexerPoolHost):
+        return [pool.index_k_with_scale_buffer]
+    buffers: Any = pool.kv_buffer
+    return [buffers[0], buffers[1]] if isinstance(pool, MHATokenToKVPoolHost) else [buffers]
+
+
+def poison_host(host_pool: AnyHostPool) -> None:
+    """Overwrite the host pool."""
+    for pool in host_pools(host_pool):
+        for side in host_sides(pool):
+            side.view(torch.uint8).fill_(0x5A)
+
+
+def wrong_host_pages(host_pool: AnyHostPool, plan: CopyPlan, content: PageContent, keys: torch.Tensor) -> int:
+    """Pages of the host pool, over all buffers, that differ from the content."""
+    wrong, number = 0, 0
+    for pool in host_pools(host_pool):
+        by_page = isinstance(pool, DSAIndexerPoolHost) or pool.layout == "page_first_direct"
+        rows = tokens_of_pages(plan.host_pages(), 1 if by_page else PAGE_SIZE)
+        for side in host_sides(pool):
+            for layer in range(content.layers):
+                own = side[layer] if pool.layout == "layer_first" else side[:, layer]
+                found = own[rows].reshape(plan.pages, -1).view(torch.uint8).cuda().view(torch.int64)
+                wrong += int((found != content.expected(number, keys)).any(dim=1).sum())
+                number += 1
+    return wrong
+
+
+def untouched_pages_changed(content: PageContent, plan: CopyPlan) -> int:
+    """Device pages outside the plan that no longer hold the poison."""
+    wrong = 0
+    for view in content.views:
+        outside = torch.ones(view.shape[0], dtype=torch.bool)
+        outside[torch.from_numpy(plan.device_pages())] = False
+        rest = view[outside.cuda()].view(torch.uint8)
+        wrong += int((rest != POISON).any(dim=1).sum())
+    return wrong
+
+
+def tunings(sweep: bool) -> dict[str, CopyTuning]:
+    """The versions of ours."""
+    versions = {
+        "copy engines": CopyTuning(long_copy_bytes=0),
+        "kernel": CopyTuning(long_copy_bytes=None),
+        "hybrid": CopyTuning(),
+    }
+    shapes = [(8, 32, 65536), (16, 16, 32768), (32, 8, 16384), (32, 16, 32768), (64, 8, 16384)] if sweep else []
+    if sweep:
+        shapes += [(4, 32, 65536), (16, 32, 65536), (132, 4, 8192), (16, 8, 32768), (32, 4, 16384)]
+    for programs, warps, chunk in shapes:
+        shape = KernelShape(programs=programs, warps=warps, chunk_bytes=chunk)
+        versions[f"kernel {programs}x{warps}w {chunk >> 10}K"] = CopyTuning(
+            long_copy_bytes=None, to_device=shape, to_host=shape
+        )
+    return versions
+
+
+def make_versions(
+    device_pool: KVCache, sweep: bool
+) -> tuple[list[tuple[Version, AnyHostPool]], dict[str, AnyHostPool]]:
+    """All versions with their host pools; what cannot be made is reported and left out."""
+    found: list[tuple[Version, AnyHostPool]] = []
+    pools: dict[str, AnyHostPool] = {}
+    for mem_layout, io_backend in (
+        ("layer_first", "kernel"),
+        ("page_first", "kernel"),
+        ("page_first_direct", "direct"),
+    ):
+        try:
+            pool = build_host_pool(device_pool, ratio=1.0, page_size=PAGE_SIZE, mem_layout=mem_layout)
+            pools[mem_layout] = pool
+            found.append((sglang_version(pool, device_pool, io_backend), pool))
+            if mem_layout != "page_first":
+                chosen = tunings(sweep and mem_layout == "layer_first")
+                found += [(version, pool) for version in our_versions(pool, device_pool, chosen)]
+        except Exception:
+            print(f"cannot set up {mem_layout} {io_backend}:\n{traceback.format_exc()}")
+    return found, pools
+
+
+def measure_pool(name: str, runs: list[int], arguments: argparse.Namespace, link: Link, results: Results) -> None:
+    """All versions and page orders of one device pool."""
+    device_pool = make_device_pool(name, pages=PAGES + 64, layers=LAYERS)
+    content = PageContent(device_pool)
+    rng = np.random.default_rng(7)
+    versions, pools = make_versions(device_pool, arguments.sweep)
+    page_bytes = sum(view.shape[1] * 8 for view in content.views)
+    for run in runs:
+        plan = CopyPlan.from_pages(
+            page_size=PAGE_SIZE,
+            host_pages=in_runs(np.arange(PAGES, dtype=np.int64), run, rng),
+            device_pages=in_runs(np.arange(1, PAGES + 1, dtype=np.int64), run, rng),
+        )
+        chosen = [pair for pair in versions if run == 1 or not pair[0].name.startswith("kernel ")]
+        for version, pool in chosen:
+            key = "random" if run == 1 else "runs"
+            if version.failed or key in version.checked:
+                continue
+            try:
+                problem = check(version, plan, content, device_pool, pool)
+            except Exception:
+                problem = traceback.format_exc()
+            version.failed = bool(problem)
+            version.checked.add(key)
+            if problem:
+                print(f"WRONG {name} {version.name} {version.mem_layout}, runs of {run}: {problem}")
+                results.data.setdefault("wrong", []).append([name, version.name, version.mem_layout, run, problem])
+        measure_order(name, run, [version for version, _ in chosen], plan, page_bytes, arguments, link, results)
+    for pool in pools.values():
+        pool.destroy()
+
+
+def measure_order(
+    name: str,
+    run: int,
+    versions: list[Version],
+    plan: CopyPlan,
+    page_bytes: int,
+    arguments: argparse.Namespace,
+    link: Link,
+    results: Results,
+) -> None:
+    """Rounds over all versions for one plan; prints and saves the table."""
+    samples: dict[tuple[str, str, str], list[tuple[float, float]]] = {}
+    ceilings: dict[str, list[float]] = {"backup": [], "load": []}
+    for turn in range(arguments.rounds + 1):
+        if turn:
+            ceilings["backup"].append(link.measure(to_device=False))
+            ceilings["load"].append(link.measure(to_device=True))
+        for version in versions:
+            operations = {"backup": version.back_up, "load": version.load}
+            if version.load_in_one_step is not None:
+                operations["load, one step"] = version.load_in_one_step
+            for what, operation in operations.items():
+                if version.failed:
+                    continue
+                try:
+                    sample = timed(operation, plan)
+                except Exception:
+                    version.failed = True
+                    print(f"FAILED {name} {version.name} {what}:\n{traceback.format_exc()}")
+                    continue
+                if turn:
+                    samples.setdefault((version.name, version.mem_layout, what), []).append(sample)
+    ceiling = {way: statistics.median(values) for way, values in ceilings.items()}
+    ceiling["load, one step"] = ceiling["load"]
+    moved = plan.pages * page_bytes
+    programs = {(version.name, version.mem_layout): version.programs for version in versions}
+    rows: list[list[str]] = []
+    for (version_name, mem_layout, what), values in samples.items():
+        milliseconds = statistics.median(value[0] for value in values)
+        submit = statistics.median(value[1] for value in values)
+        rate = moved / milliseconds / 1e6
+        record = {
+            "pool": name,
+            "run_pages": run,
+            "version": version_name,
+            "mem_layout": mem_layout,
+            "what": what,
+            "gb_per_s": rate,
+            "ceiling_gb_per_s": ceiling[what],
+            "share": rate / ceiling[what],
+            "ms": milliseconds,
+            "submit_ms": submit,
+            "worst_submit_ms": max(value[1] for value in values),
+            "programs": programs[version_name, mem_layout],
+            "mib": moved / 2**20,
+            "all_ms": [value[0] for value in values],
+        }
+        results.data.setdefault("measurements", []).append(record)
+        rows.append(
+            [version_name, mem_layout, what, f"{rate:.1f}", f"{rate / ceiling[what]:.1%}", f"{submit:.2f}",
+             programs[version_name, mem_layout]]
+        )  # fmt: skip
+    results.data.setdefault("ceilings", []).append({"pool": name, "run_pages": run, **ceilings})
+    results.save()
+    title = (
+        f"\n{name}, {moved / 2**20:.0f} MiB, {plan.pages} pages in runs of {run}; "
+        f"ceiling D2H {ceiling['backup']:.1f}, H2D {ceiling['load']:.1f} GB/s"
+    )
+    columns = ["version", "host layout", "what", "GB/s", "of ceiling", "submit ms", "SM blocks"]
+    print(table(title, columns, sorted(rows, key=lambda row: (row[2], row[1], row[0]))), flush=True)
+
+
+def main() -> None:
+    """Parse flags, measure pool by pool."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--pools", default="mla_bf16,dsa_fp8,dsa_bf16")
+    parser.add_argument("--runs", default="1,4,16,64")
+    parser.add_argument("--sweep", action="store_true", help="also try kernel shapes, for random page order")
+    arguments = parser.parse_args()
+    results = Results(f"gpu_bandwidth-{arguments.pools.replace(',', '-')}.json")
+    link = Link()
+    with standalone_runtime(device="cuda", page_size=PAGE_SIZE):
+        for name in arguments.pools.split(","):
+            started = time.perf_counter()
+            try:
+                measure_pool(name, [int(run) for run in arguments.runs.split(",")], arguments, link, results)
+            except Exception:
+                print(f"FAILED {name}:\n{traceback.format_exc()}")
+            gc.collect()
+            torch.cuda.empty_cache()
+            print(f"{name}: {time.perf_counter() - started:.0f} s", flush=True)
+    results.save()
+
+
+if __name__ == "__main__":
+    main()

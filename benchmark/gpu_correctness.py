@@ -1,0 +1,403 @@
+"""Bytes on a real GPU: real pools, controller and tree, with several ranks in processes of their own.
+
+Each case serves chains of pages whose bytes depend on the whole chain: write them, back them up while the copy stream
+is held busy, split a node meanwhile, evict everything, overwrite the device, and load back while a consumer on
+another stream reads each layer as soon as its event allows. Page order is random on both sides. Submissions run with
+``torch.cuda.set_sync_debug_mode("error")``. One line a case; the exit code is the number of failed cases (at most 99).
+
+    python3 benchmark/gpu_correctness.py [--only cp_shared] [--ranks 1,2,4]
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import sys
+import tempfile
+import time
+import traceback
+from array import array
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from gpu_common import (
+    GEOMETRIES,
+    PAGE_SIZE,
+    PageContent,
+    Results,
+    make_device_pool,
+    poison,
+    synchronisation_forbidden,
+)
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InitLoadBackParams, MatchPrefixParams
+from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+from sglang.srt.mem_cache.pool_host import HostPoolGroup
+from sglang.srt.mem_cache.radix_cache import RadixKey
+
+from sglang.srt.mem_cache.hicache.allocator import CPSharedPagedTokenToKVPoolAllocator
+from sglang.srt.mem_cache.hicache.cli.replay.content import prefix_sums
+from sglang.srt.mem_cache.hicache.cuda import page_kernel
+from sglang.srt.mem_cache.hicache.cuda.page_kernel import KernelShape
+from sglang.srt.mem_cache.hicache.digest import tree_digest
+from sglang.srt.mem_cache.hicache.invariants import violations
+from sglang.srt.mem_cache.hicache.radix_cache import HiRadixCache
+from sglang.srt.mem_cache.hicache.radix_tree import PagedInsertParams
+from sglang.srt.mem_cache.hicache.runtime import standalone_runtime
+from sglang.srt.mem_cache.hicache.settings import HiCacheSettings, ShardGroup
+from sglang.srt.mem_cache.layouts import GroupKind, LayoutConfig, create_layout
+from sglang.srt.mem_cache.layouts.pages import pages_of_tokens
+
+if TYPE_CHECKING:
+    from sglang.srt.mem_cache.layouts.pages import PageArray
+
+LAYERS = 4
+DEVICE_PAGES = 96
+HOLD_CYCLES = 400_000_000
+WORLD = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One combination; ranks 0 .. `ranks` - 1 take part."""
+
+    layout: str
+    ranks: int
+    pool: str
+    io_backend: str
+    mem_layout: str
+
+    def __str__(self) -> str:
+        return f"{self.layout} x{self.ranks} {self.pool} {self.io_backend} {self.mem_layout}"
+
+
+def all_cases() -> list[Case]:
+    """Layouts and ranks with every pool, over both backends and both host layouts."""
+    ways = [("kernel", "layer_first"), ("direct", "page_first_direct"), ("direct", "layer_first"),
+            ("kernel", "page_first_direct")]  # fmt: skip
+    cases = [
+        Case(layout=layout, ranks=ranks, pool=pool, io_backend=io_backend, mem_layout=mem_layout)
+        for layout, ranks in (("identity", 1), ("cp_shared", 2), ("cp_shared", 4), ("identity", 2))
+        for pool in GEOMETRIES
+        for io_backend, mem_layout in (ways if (layout, ranks) != ("identity", 2) else ways[:1])
+    ]
+    return cases
+
+
+class Problems(list[str]):
+    """What a case found wrong."""
+
+    def expect(self, holds: bool, what: str) -> None:
+        """Note `what` unless it holds."""
+        if not holds:
+            self.append(what)
+
+
+class Rank:
+    """One rank of a case."""
+
+    def __init__(self, case: Case, number: int, group: dist.ProcessGroup) -> None:
+        self.case = case
+        self.group = group
+        self.problems = Problems()
+        self.rng = np.random.default_rng(11)  # the same on all ranks
+        self.device_pool = make_device_pool(case.pool, pages=DEVICE_PAGES, layers=LAYERS)
+        self.content = PageContent(self.device_pool)
+        self.layout = create_layout(
+            LayoutConfig(name=case.layout, page_size=PAGE_SIZE, shard_size=case.ranks, shard_rank=number)
+        )
+        self.allocator = CPSharedPagedTokenToKVPoolAllocator(
+            layout=self.layout,
+            physical_size=DEVICE_PAGES * PAGE_SIZE,
+            dtype=self.device_pool.dtype,
+            device="cuda",
+            kvcache=self.device_pool,
+        )
+        params = CacheInitParams(
+            disable=False,
+            req_to_token_pool=None,
+            token_to_kv_pool_allocator=self.allocator,
+            page_size=PAGE_SIZE,
+            tp_cache_group=group,
+            eviction_policy="lru",
+        )
+        self.cache: HiRadixCache[Any] = HiRadixCache(
+            params,
+            layout=self.layout,
+            settings=HiCacheSettings(io_backend=case.io_backend, mem_layout=case.mem_layout, host_ratio=2.0),
+            group=ShardGroup(kind=GroupKind.ATTENTION_CP, size=case.ranks, rank=number),
+        )
+        self.controller = self.cache.cache_controller
+        self.engine = self.controller.transfer.engine
+        stream_type: Any = torch.cuda.Stream  # torch leaves it untyped
+        self.consumer = stream_type()
+        self.checked_pages = 0
+
+    # What requests do.
+
+    def compute(self, tokens: array[int]) -> PageArray:
+        """Pages of a chain: cached ones on the device, then new ones, whose rows are written. Returns all pages."""
+        match = self.cache.match_prefix(MatchPrefixParams(key=RadixKey(array("q", tokens))))
+        cached = pages_of_tokens(match.device_indices, PAGE_SIZE)
+        base = self.layout.chain_base(tokens[:PAGE_SIZE].tobytes(), "")
+        count = len(tokens) // PAGE_SIZE - len(cached)
+        fresh = self.cache.alloc_slots(self.layout.extend_lanes(base, len(cached), count))
+        if fresh is None:
+            raise RuntimeError(f"no room for {count} pages")
+        pages = np.concatenate([cached, fresh])
+        rows, keys = self.own(pages[len(cached) :], self.keys(tokens)[len(cached) :])
+        self.content.write(rows, keys)
+        return pages
+
+    def insert(self, tokens: array[int], pages: PageArray) -> None:
+        """Give a chain to the tree, which backs it up; nothing of it may wait for the device."""
+        value = self.cache.slots.slots(pages)
+        key = RadixKey(array("q", tokens))
+        with synchronisation_forbidden():
+            self.cache.insert(PagedInsertParams(key=key, value=value, slot_pages=pages))
+
+    def load_and_read(self, tokens: array[int], what: str) -> None:
+        """Load a chain back and read each layer on another stream as soon as its event allows."""
+        match = self.cache.match_prefix(MatchPrefixParams(key=RadixKey(array("q", tokens))))
+        self.problems.expect(match.host_hit_length > 0, f"{what}: nothing on the host")
+        hold(self.engine.host_to_device_stream)
+        with synchronisation_forbidden():
+            loaded, _ = self.cache.init_load_back(
+                InitLoadBackParams(best_match_node=match.best_match_node, host_hit_length=match.host_hit_length)
+            )
+        slots = torch.cat([match.device_indices, loaded])
+        self.problems.expect(len(slots) == len(tokens), f"{what}: {len(slots)} slots for {len(tokens)} tokens")
+        pages = pages_of_tokens(slots, PAGE_SIZE)
+        rows, keys = self.own(pages, self.keys(tokens)[: len(pages)])
+        with synchronisation_forbidden():
+            index = self.cache.ready_to_load_host_cache()
+            counter = self.controller.layer_done_counter
+            counter.set_consumer(index)
+            with torch.cuda.stream(self.consumer):
+                seen = [self._read_layer(counter, layer, rows) for layer in range(LAYERS)]
+        held = not self.controller.ack_load_queue[-1].finish_event.query()
+        self.problems.expect(held, f"{what}: the load was not held back")
+        self.cache.evict(EvictParams(num_tokens=self.allocator.size))  # must not touch what is being loaded
+        self.cache.check_hicache_events()
+        self.problems.expect(bool(self.cache.ongoing_load_back), f"{what}: a load was settled before its copy")
+        torch.cuda.synchronize()
+        wrong = sum(
+            int((words != self.content.expected(buffer, keys)).any(dim=1).sum())
+            for layer in seen
+            for buffer, words in layer.items()
+        )
+        wrong += self.content.wrong_pages(rows, keys)
+        self.checked_pages += len(rows)
+        self.problems.expect(wrong == 0, f"{what}: {wrong} pages with wrong bytes")
+        self.settle()
+
+    def _read_layer(self, counter: Any, layer: int, rows: torch.Tensor) -> dict[int, torch.Tensor]:  # noqa: ANN401
+        counter.wait_until(layer)
+        views = self.content.views
+        return {buffer: views[buffer].index_select(0, rows) for buffer in range(layer, len(views), LAYERS)}
+
+    # Helpers.
+
+    def keys(self, tokens: array[int]) -> torch.Tensor:
+        """One key a page, from all tokens up to its end."""
+        sums = prefix_sums(np.frombuffer(tokens, dtype=np.int64), 3)
+        return torch.from_numpy(sums[PAGE_SIZE - 1 :: PAGE_SIZE].view(np.int64).copy())
+
+    def own(self, pages: PageArray, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Row pages and keys, on the device, of the pages that this rank stores."""
+        plan = self.layout.plan_backup(pages)
+        owned = torch.from_numpy(plan.lanes == self.layout.lane)
+        rows, own_keys = torch.from_numpy(plan.device_pages).cuda(), keys[owned].cuda()
+        torch.cuda.current_stream().synchronize()
+        return rows, own_keys
+
+    def shuffle_free_pages(self) -> None:
+        """Hand out pages in random order from now on, in pieces of 1 to 20 neighbours, on both tiers."""
+        for lane in self.allocator._lanes:  # noqa: SLF001  # no caller may choose the order
+            lane._ready = self._pieces(np.sort(lane.all_free()))  # noqa: SLF001  # ditto
+            lane._returned.clear()  # noqa: SLF001  # ditto
+        host = self.cache.token_to_kv_pool_host
+        pool: Any = host.anchor_entry.host_pool if isinstance(host, HostPoolGroup) else host
+        pool._merge_release_slots()  # noqa: SLF001  # ditto
+        pages = np.sort(pages_of_tokens(pool.free_slots, PAGE_SIZE))
+        rows = self._pieces(pages)[:, None] * PAGE_SIZE + np.arange(PAGE_SIZE)
+        pool.free_slots = torch.from_numpy(rows.reshape(-1))
+
+    def _pieces(self, pages: PageArray) -> PageArray:
+        cuts = np.cumsum(self.rng.choice([1, 1, 2, 5, 20], size=len(pages)))
+        pieces = np.split(pages, cuts[cuts < len(pages)])
+        return np.concatenate([pieces[at] for at in self.rng.permutation(len(pieces))])
+
+    def settle(self) -> None:
+        """Wait for all copies and settle every ack; the same number of rounds on all ranks."""
+        torch.cuda.synchronize()
+        while self.cache.ongoing_write_through or self.cache.ongoing_load_back:
+            self.cache.check_hicache_events()
+
+    def run(self) -> None:
+        """The whole case."""
+        unit = self.layout.lane_count
+        trunk = random_tokens(self.rng, 24 * unit)
+        branch = trunk[: 10 * unit * PAGE_SIZE] + random_tokens(self.rng, 12 * unit)
+        single = random_tokens(self.rng, 1)
+        self.shuffle_free_pages()
+        pages = self.compute(trunk)
+        single_pages = self.compute(single)
+        hold(self.engine.device_to_host_stream)
+        self.insert(trunk, pages)
+        self.insert(single, single_pages)
+        self.insert(branch, self.compute(branch))  # splits the trunk while its backup is under way
+        held = not self.controller.ack_write_queue[0].finish_event.query()
+        self.problems.expect(held, "the backup was not held back")
+        self.cache.check_hicache_events()
+        self.problems.expect(len(self.cache.ongoing_write_through) == 3, "a backup was settled before its copy")
+        evicted = self.cache.evict(EvictParams(num_tokens=self.allocator.size)).num_tokens_evicted
+        self.problems.expect(evicted == 0, f"{evicted} tokens evicted during their backup")
+        self.settle()
+        self.check_state("after backup")
+        self.evict_all()
+        for what, tokens in (("branch", branch), ("trunk", trunk), ("single", single)):
+            self.load_and_read(tokens, what)
+        self.check_state("after load")
+        self.evict_all()
+        self.load_and_read(trunk, "trunk again")
+        self.problems.expect(self.cache.stats.loads == 4, f"{self.cache.stats.loads} loads acknowledged, not 4")
+
+    def evict_all(self) -> None:
+        """Everything leaves the device, which is overwritten; new pages come in another order."""
+        self.cache.evict(EvictParams(num_tokens=self.allocator.size))
+        self.problems.expect(self.cache.total_size() == 0, "not everything left the device")
+        poison(self.device_pool)
+        torch.cuda.synchronize()
+        self.shuffle_free_pages()
+
+    def check_state(self, when: str) -> None:
+        """Invariants on this rank, one tree on all."""
+        self.problems += [f"{when}: {line}" for line in violations(self.cache)]
+        mine = torch.tensor([tree_digest(self.cache)], dtype=torch.int64)
+        found = [torch.empty_like(mine) for _ in range(self.case.ranks)]
+        dist.all_gather(found, mine, group=self.group)
+        self.problems.expect(len({int(digest) for digest in found}) == 1, f"{when}: trees differ between ranks")
+
+
+def random_tokens(rng: np.random.Generator, pages: int) -> array[int]:
+    """Tokens of `pages` pages."""
+    return array("q", rng.integers(0, 150_000, size=pages * PAGE_SIZE).tolist())
+
+
+def hold(stream: Any) -> None:  # noqa: ANN401  # torch leaves its streams untyped
+    """Keep a stream busy for about 0.2 s."""
+    sleep: Any = torch.cuda._sleep  # noqa: SLF001  # torch has no public one
+    with torch.cuda.stream(stream):
+        sleep(HOLD_CYCLES)
+
+
+def warm_up() -> None:
+    """Compile the kernel, so that no case is late for it."""
+    source, target = torch.ones(64, dtype=torch.int64, device="cuda"), torch.zeros(64, dtype=torch.int64, device="cuda")
+    for kinds in (1, 2):
+        row = [source.data_ptr(), 512, target.data_ptr(), 512, 64]
+        maps = torch.tensor([row] * kinds, dtype=torch.int64, device="cuda")
+        pairs = torch.tensor([[0, 1]] * kinds + [[0, 0]], dtype=torch.int64, device="cuda").reshape(-1)
+        for to_device in (True, False):
+            page_kernel.launch(maps, pairs, rows=slice(0, kinds), kinds=kinds, to_device=to_device, shape=KernelShape())
+    torch.cuda.synchronize()
+    if not torch.equal(source, target):
+        raise RuntimeError("the page kernel does not copy")
+
+
+def rehearse(number: int) -> None:
+    """A case of its own on every rank: kernels are loaded at their first use, which can wait for a held stream."""
+    groups = [dist.new_group([rank]) for rank in range(WORLD)]
+    for pool in GEOMETRIES:
+        case = Case(layout="identity", ranks=1, pool=pool, io_backend="kernel", mem_layout="layer_first")
+        wrong, _ = run_case(case, 0, groups[number])
+        if wrong and number == 0:
+            print("rehearsal: " + "; ".join(line[-600:] for line in wrong), flush=True)
+        gc.collect()
+
+
+def run_case(case: Case, number: int, group: dist.ProcessGroup) -> tuple[list[str], int]:
+    """What this rank found wrong, and the pages whose bytes it compared."""
+    found: list[str] = []
+    checked = 0
+    rank = None
+    try:
+        with standalone_runtime(
+            rank=number,
+            world_size=case.ranks,
+            device="cuda",
+            page_size=PAGE_SIZE,
+            hicache_io_backend=case.io_backend,
+            hicache_mem_layout=case.mem_layout,
+        ):
+            rank = Rank(case, number, group)
+            rank.run()
+    except Exception:
+        found.append(traceback.format_exc())
+    if rank is not None:
+        found = [*rank.problems, *found]
+        checked = rank.checked_pages
+        try:
+            torch.cuda.synchronize()
+            rank.cache.release_host_resources()
+        except Exception:
+            found.append(traceback.format_exc())
+    return found, checked
+
+
+def worker(number: int, rendezvous: str, cases: list[Case], failures: Any) -> None:  # noqa: ANN401  # a shared value
+    """Every case, in step with the other ranks."""
+    torch.set_num_threads(2)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{rendezvous}", rank=number, world_size=WORLD, timeout=timedelta(seconds=240)
+    )
+    warm_up()
+    rehearse(number)
+    dist.barrier()
+    results = Results("gpu_correctness.json") if number == 0 else None
+    for case in cases:
+        started = time.perf_counter()
+        group = dist.new_group(list(range(case.ranks)), timeout=timedelta(seconds=40))
+        mine = run_case(case, number, group) if number < case.ranks else ([], 0)
+        gc.collect()
+        torch.cuda.empty_cache()
+        everyone: list[tuple[list[str], int]] = [([], 0)] * WORLD
+        dist.all_gather_object(everyone, mine)
+        if results is None:
+            continue
+        wrong = [f"rank {at}: {line}" for at, (lines, _) in enumerate(everyone) for line in lines]
+        failures.value += bool(wrong)
+        pages = [checked for _, checked in everyone[: case.ranks]]
+        print(f"{'FAIL' if wrong else 'ok  '} {case}  {time.perf_counter() - started:.1f} s, pages compared {pages}")
+        for line in wrong:
+            print("     " + line.replace("\n", "\n     "), flush=True)
+        results.data.setdefault("cases", []).append({**asdict(case), "wrong": wrong, "pages_compared": pages})
+        results.save()
+    dist.destroy_process_group()
+
+
+def main() -> int:
+    """Run the cases that the flags leave; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="run cases whose name contains this")
+    parser.add_argument("--ranks", default="1,2,4")
+    arguments = parser.parse_args()
+    ranks = [int(count) for count in arguments.ranks.split(",")]
+    cases = [case for case in all_cases() if case.ranks in ranks and arguments.only in str(case)]
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    spawn: Any = mp
+    failures = spawn.get_context("spawn").Value("i", 0)
+    with tempfile.TemporaryDirectory() as folder:
+        spawn.spawn(worker, args=(f"{folder}/rendezvous", cases, failures), nprocs=WORLD)
+    print(f"{len(cases)} cases, {failures.value} failed")
+    return min(int(failures.value), 99)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,115 @@
+"""The GPU's copy engines, called through CUDA's runtime library: many copies in one call.
+
+torch has no such call. The library is the one that torch has loaded. Three forms are known::
+
+    CUDA >= 13      cudaMemcpyBatchAsync(dsts, srcs, sizes, count, attrs, attrsIdxs, numAttrs, stream)
+    CUDA 12.8, .9   the same with a `size_t *failIdx` before the stream
+    older           cudaMemcpyAsync for each copy
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from .page_maps import AddressArray
+
+_BATCH_SINCE = 12080
+_BATCH_WITHOUT_FAIL_INDEX_SINCE = 13000
+_SOURCE_ORDER_STREAM = 1
+_KIND_DEFAULT = 4
+
+
+class _MemLocation(ctypes.Structure):
+    _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
+
+
+class _CopyAttributes(ctypes.Structure):
+    """``struct cudaMemcpyAttributes``."""
+
+    _fields_ = (
+        ("src_access_order", ctypes.c_int),
+        ("src_loc_hint", _MemLocation),
+        ("dst_loc_hint", _MemLocation),
+        ("flags", ctypes.c_uint),
+    )
+
+
+class CopyEngines:
+    """Submits batches of copies between pinned host memory and the device.
+
+    `one_by_one` uses the form of old releases. Raises `OSError` if CUDA's runtime library cannot be loaded.
+    """
+
+    def __init__(self, *, one_by_one: bool = False) -> None:
+        self._library = _library()
+        version = ctypes.c_int()
+        self._check(self._library.cudaRuntimeGetVersion(ctypes.byref(version)))
+        self.batched = not one_by_one and version.value >= _BATCH_SINCE
+        self._fail_index = version.value < _BATCH_WITHOUT_FAIL_INDEX_SINCE
+        self._attributes = _CopyAttributes(src_access_order=_SOURCE_ORDER_STREAM)
+
+    def copy(
+        self, *, sources: AddressArray, destinations: AddressArray, sizes: AddressArray, stream: torch.cuda.Stream
+    ) -> None:
+        """Copy ``sizes[i]`` bytes from ``sources[i]`` to ``destinations[i]`` on `stream`, in no given order.
+
+        The arrays, int64 and contiguous, are read before the call returns. Raises `RuntimeError` if CUDA refuses;
+        some of the copies may have been submitted then.
+        """
+        if not len(sizes):
+            return
+        if self.batched:
+            self._check(self._batch(sources, destinations, sizes, ctypes.c_void_p(stream.cuda_stream)))
+            return
+        handle = ctypes.c_void_p(stream.cuda_stream)
+        for source, destination, size in zip(sources.tolist(), destinations.tolist(), sizes.tolist(), strict=True):
+            self._check(self._library.cudaMemcpyAsync(destination, source, size, _KIND_DEFAULT, handle))
+
+    def _batch(
+        self, sources: AddressArray, destinations: AddressArray, sizes: AddressArray, stream: ctypes.c_void_p
+    ) -> int:
+        first_of_attributes = ctypes.c_size_t(0)
+        arguments: list[object] = [
+            _pointer(destinations),
+            _pointer(sources),
+            _pointer(sizes),
+            ctypes.c_size_t(len(sizes)),
+            ctypes.byref(self._attributes),
+            ctypes.byref(first_of_attributes),
+            ctypes.c_size_t(1),
+        ]
+        if self._fail_index:
+            failed = ctypes.c_size_t(0)
+            arguments.append(ctypes.byref(failed))
+        return int(self._library.cudaMemcpyBatchAsync(*arguments, stream))
+
+    def _check(self, code: int) -> None:
+        if code:
+            self._library.cudaGetErrorString.restype = ctypes.c_char_p
+            text = self._library.cudaGetErrorString(ctypes.c_int(code)).decode()
+            raise RuntimeError(f"a copy could not be submitted: CUDA error {code}, {text}")
+
+
+def _pointer(array: np.ndarray[tuple[int, ...], np.dtype[np.int64]]) -> ctypes.c_void_p:
+    return ctypes.c_void_p(array.ctypes.data)
+
+
+@cache
+def _library() -> ctypes.CDLL:
+    major = (torch.version.cuda or "").partition(".")[0]
+    library = ctypes.CDLL(f"libcudart.so.{major}")
+    library.cudaMemcpyAsync.argtypes = [
+        ctypes.c_void_p,
+        ctypes.c_void_p,
+        ctypes.c_size_t,
+        ctypes.c_int,
+        ctypes.c_void_p,
+    ]
+    return library

@@ -1,0 +1,170 @@
+"""Moves whole pages between pinned host memory and a CUDA device, without making the calling thread wait.
+
+    plan ──divide──▶ long runs     copy engines     one call a layer (loads) or one for all layers (backups)
+                 └─▶ single pages  page kernel      one launch a layer, or one for all
+
+Both run on the stream of the direction, in order, so an event recorded there after a layer covers it. What the
+kernel reads comes through pinned memory, and lives in memory of that stream: it is not used again too early.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+import torch
+from sglang.srt.mem_cache.l2_transfer import TransferCompletion, make_timing_event_pair
+
+from . import page_kernel
+from .copy_engine import CopyEngines
+from .page_kernel import KernelShape
+from .page_maps import page_maps
+from .staging import PinnedRing
+from .work import divide
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from sglang.srt.managers.cache_controller import LayerLoadingEvent
+    from sglang.srt.mem_cache.l2_transfer import L2TransferEngine
+    from sglang.srt.mem_cache.pool_host import PoolEntry
+
+    from sglang.srt.mem_cache.layouts.plans import CopyPlan
+
+    from .page_maps import PageMap
+    from .work import Work
+
+ONLY_COPY_ENGINES: Final = 0
+ONLY_KERNEL: Final = None
+LONG_COPY_BYTES: Final = 512 << 10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopyTuning:
+    """Which copies are long enough for a copy engine, and how the kernel is launched for the others.
+
+    `long_copy_bytes` 0 leaves everything to the copy engines, None to the kernel.
+    """
+
+    long_copy_bytes: int | None = LONG_COPY_BYTES
+    to_device: KernelShape = field(default_factory=KernelShape)
+    to_host: KernelShape = field(default_factory=KernelShape)
+
+
+class CudaPageCopier:
+    """Copies pages of the pools behind `maps`, all on `device`. One instance a cache; not for several threads."""
+
+    def __init__(self, maps: Sequence[PageMap], *, device: torch.device, tuning: CopyTuning) -> None:
+        self._maps = list(maps)
+        self._tuning = tuning
+        self._layers = len(self._maps[0].host_bases)
+        self._engines = CopyEngines()
+        # Tables are uploaded on one stream a direction, so each direction has its own slots.
+        self._tables = {to_device: PinnedRing(device) for to_device in (True, False)}
+        self._map_table = torch.from_numpy(_map_table(self._maps)).to(device)
+
+    def back_up(self, copies: CopyPlan, engine: L2TransferEngine) -> TransferCompletion:
+        """Submit device to host, after what the current stream has been given so far."""
+        submitted = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        submitted.record()
+        stream = _cuda_stream(engine.device_to_host_stream)
+        started, finished, timed = make_timing_event_pair()
+        with torch.cuda.stream(stream):
+            stream.wait_event(submitted)
+            started.record()
+            if len(copies.lengths):
+                self.enqueue(copies, [slice(0, self._layers)], to_device=False, stream=stream, producer=None)
+            finished.record()
+        return TransferCompletion(started, finished, timed)
+
+    def load(self, copies: CopyPlan, engine: L2TransferEngine, producer: LayerLoadingEvent) -> TransferCompletion:
+        """Submit host to device, after `producer.start_event`; `producer` records an event after each layer."""
+        stream = _cuda_stream(engine.host_to_device_stream)
+        started, finished, timed = make_timing_event_pair()
+        with torch.cuda.stream(stream):
+            producer.start_event.wait(stream)
+            started.record()
+            layers = [slice(layer, layer + 1) for layer in range(self._layers)]
+            if len(copies.lengths):
+                self.enqueue(copies, layers, to_device=True, stream=stream, producer=producer)
+            else:
+                for layer in range(self._layers):
+                    producer.complete(layer)
+            finished.record()
+        return TransferCompletion(started, finished, timed)
+
+    def enqueue(
+        self,
+        plan: CopyPlan,
+        steps: Sequence[slice],
+        *,
+        to_device: bool,
+        stream: torch.cuda.Stream,
+        producer: LayerLoadingEvent | None,
+    ) -> None:
+        """Submit `steps`, ranges of layers, one after the other on `stream`, the current one.
+
+        `producer` is told after each step, which must be one layer then. Raises `RuntimeError` if CUDA refuses.
+        """
+        work = divide(plan, self._maps, long_copy_bytes=self._tuning.long_copy_bytes)
+        pairs = None if work.pairs is None else self._tables[to_device].upload(work.pairs)
+        for layers in steps:
+            if pairs is not None:
+                self._launch(pairs, layers, to_device=to_device)
+            self._submit(work, layers, to_device=to_device, stream=stream)
+            if producer is not None:
+                producer.complete(layers.start)
+
+    def _launch(self, pairs: torch.Tensor, layers: slice, *, to_device: bool) -> None:
+        kinds = len(self._maps)
+        page_kernel.launch(
+            self._map_table,
+            pairs,
+            rows=slice(layers.start * kinds, layers.stop * kinds),
+            kinds=kinds,
+            to_device=to_device,
+            shape=self._tuning.to_device if to_device else self._tuning.to_host,
+        )
+
+    def _submit(self, work: Work, layers: slice, *, to_device: bool, stream: torch.cuda.Stream) -> None:
+        batch = work.batch(layers)
+        if batch is None:
+            return
+        sources, destinations = (batch.host, batch.device) if to_device else (batch.device, batch.host)
+        self._engines.copy(sources=sources, destinations=destinations, sizes=batch.sizes, stream=stream)
+
+
+def page_copier(
+    entries: Sequence[PoolEntry], *, page_size: int, device: str, io_backend: str, tuning: CopyTuning | None = None
+) -> CudaPageCopier | None:
+    """The copier for these pools, or None where SGLang's engine has to do: another device, pages that are scattered.
+
+    Backend ``direct`` uses copy engines alone, ``kernel`` the kernel as well, for short runs; `tuning` overrides both.
+    """
+    if not device.startswith("cuda") or torch.version.cuda is None:
+        return None
+    maps = page_maps(entries, page_size=page_size)
+    if maps is None:
+        return None
+    if tuning is None:
+        tuning = CopyTuning() if io_backend == "kernel" else CopyTuning(long_copy_bytes=ONLY_COPY_ENGINES)
+    return CudaPageCopier(maps, device=torch.device(device), tuning=tuning)
+
+
+def _map_table(maps: Sequence[PageMap]) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
+    """Rows as the kernel reads them: layer by layer, all kinds of each. A layer without a kind has empty pages."""
+    table = np.zeros((len(maps[0].host_bases), len(maps), page_kernel.MAP_COLUMNS), dtype=np.int64)
+    for kind, page_map in enumerate(maps):
+        table[:, kind, 0] = page_map.host_bases
+        table[:, kind, 1] = page_map.host_stride
+        table[:, kind, 2] = page_map.device_bases
+        table[:, kind, 3] = page_map.device_stride
+        table[:, kind, 4] = np.where(page_map.host_bases != 0, page_map.page_bytes // 8, 0)
+    return table.reshape(-1, page_kernel.MAP_COLUMNS)
+
+
+def _cuda_stream(stream: torch.Stream) -> torch.cuda.Stream:
+    if not isinstance(stream, torch.cuda.Stream):
+        raise TypeError(f"transfers of a CUDA pool need CUDA streams, got {type(stream).__name__}")
+    return stream

@@ -1,0 +1,54 @@
+"""What `kvlayouts check` says of this installation, and of one that does not fit."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+from sglang.srt.plugins import load_plugins
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.test_utils import CustomTestCase
+
+from sglang.srt.mem_cache.hicache import installation, plugin, server_args
+from sglang.srt.mem_cache.hicache.cli import main as command
+from sglang.srt.mem_cache.hicache.installation import check_installation
+
+register_cpu_ci(est_time=60, suite="base-a-test-cpu")
+
+
+class TestCheck(CustomTestCase):
+    @classmethod
+    def setUpClass(cls) -> None:
+        super().setUpClass()
+        load_plugins()
+
+    def test_this_installation_passes_every_check(self) -> None:
+        lines = list(check_installation())
+        self.assertEqual([str(line) for line in lines if not line.passed], [])
+        names = ["SGLang release", "hooks", "platform", "pool classes", "layout strategies", "signatures"]
+        self.assertEqual([line.name for line in lines], names)
+
+    def test_another_release_fails_with_what_to_install(self) -> None:
+        with mock.patch.object(installation, "version", return_value="0.5.23"):
+            line = next(iter(check_installation()))
+        expected = "FAILED  SGLang release: 0.5.23, needed: 0.5.20; install sglang==0.5.20"
+        self.assertEqual(str(line), expected)
+        self.assertEqual(server_args.SUPPORTED_RELEASES, ("0.5.20",))
+
+    def test_a_missing_hook_fails_and_names_it_and_the_exit_status_is_1(self) -> None:
+        hook = plugin.HOOKS[0]
+        stray = plugin.Hook(target=hook.target, function=lambda: None, kind=hook.kind)
+        with (
+            mock.patch.object(plugin, "HOOKS", (stray,)),
+            mock.patch.object(installation, "_CHECKS", installation._CHECKS[1:2]),  # noqa: SLF001  # hooks only
+        ):
+            (line,) = check_installation()
+            self.assertFalse(line.passed)
+            self.assertIn("ServerArgs.add_cli_args", line.found)
+            self.assertIn("SGLANG_PLUGINS", line.mend)
+            self.assertEqual(command.main(["check"]), 1)
+
+    def test_a_check_that_raises_is_a_failed_line_and_the_others_go_on(self) -> None:
+        with mock.patch.object(installation, "known_layouts", side_effect=RuntimeError("broken")):
+            lines = {line.name: line for line in check_installation()}
+        self.assertEqual(lines["layout strategies"].found, "RuntimeError: broken")
+        self.assertTrue(lines["signatures"].passed)

@@ -1,0 +1,2 @@
+class Observability:
+    extra_metric_labels: dict[str, str] | None
