@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 def tree_digest(cache: HiRadixCache[Any]) -> int:
     """63-bit digest of the mirrored state; local host pages and device rows are left out.
 
-    Covers each node's key, slots, tier, locks, hits, priority and time, the metadata's pages per rank, the
+    Covers each node's key, slots, tier, locks, hits, priority and times, the metadata's pages per rank, the
     transfers under way, the free host pages and free slots of every lane. O(tokens in the tree).
     """
     digest = hashlib.blake2b(digest_size=8)
@@ -22,6 +22,7 @@ def tree_digest(cache: HiRadixCache[Any]) -> int:
             node.parent.id if node.parent is not None else 0,
             node.id,
             node.key.extra_key,
+            node.key.cache_salt,
             len(node.key),
             node.value is not None,
             None if metadata is None else (metadata.logical_len, metadata.pages_per_rank),
@@ -30,6 +31,7 @@ def tree_digest(cache: HiRadixCache[Any]) -> int:
             node.hit_count,
             node.priority,
             node.last_access_time,
+            node.creation_time,
         )
         digest.update(repr(state).encode())
         digest.update(node.key.token_ids.tobytes())

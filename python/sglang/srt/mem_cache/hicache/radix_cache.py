@@ -135,7 +135,7 @@ class HiRadixCache(NoStorageTier, TieredRadixTree[MetadataT], Generic[MetadataT]
 
         Returns their slots, int64, on the pool's device, with the copy queued until `ready_to_load_host_cache`,
         or None, with every lock as before, if the hit is below the threshold, above `mem_quota` (logical
-        tokens that the caller may use), or finds no room.
+        tokens that the caller may use), finds no room, or was deleted after the caller's match.
         """
         nodes: list[LayoutTreeNode[MetadataT]] = []
         above = node
@@ -144,6 +144,8 @@ class HiRadixCache(NoStorageTier, TieredRadixTree[MetadataT], Generic[MetadataT]
             if above.parent is None:
                 raise LayoutInvariantError(f"node {node.id} has no ancestor on the device")
             above = above.parent
+        if any(evicted.metadata is None for evicted in nodes):
+            return None
         host_hit_length = sum(evicted.host_len for evicted in nodes)
         locked = self._lock(above, 1)
         over_quota = mem_quota is not None and host_hit_length > mem_quota + locked

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from _caches import CacheSpec, CacheTestCase, Rank, chain
 from _groups import Group, Request
-from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams, MatchPrefixParams
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InitLoadBackParams, InsertParams, MatchPrefixParams
 from sglang.test.ci.ci_register import register_cpu_ci
 
 from sglang.srt.mem_cache.layouts import CpHiCacheNodeMetadata
@@ -217,6 +217,18 @@ class TestLoadBack(CacheTestCase):
         group.finish(running)
         group.settle()
         self.assertEqual(_start(group, 1, 2, 3).host_pages, 3)
+
+
+    def test_a_load_of_a_node_deleted_after_the_match_is_recomputed(self) -> None:
+        group = Group(CacheSpec(ranks=2))
+        group.serve(chain(group.spec, 1, 2, 3))
+        for rank in group.ranks:
+            rank.cache.evict(EvictParams(num_tokens=12))
+            (node,) = rank.nodes()
+            self.assertEqual(rank.cache.evict_host(12), 12)
+            loaded, last = rank.cache.init_load_back(InitLoadBackParams(best_match_node=node, host_hit_length=12))
+            self.assertEqual((len(loaded), last), (0, rank.cache.root_node))
+        group.check()
 
 
 class TestHostEviction(CacheTestCase):

@@ -201,6 +201,8 @@ class TestDigest(CacheTestCase):
             "hits": lambda rank: setattr(first(rank), "hit_count", 9),
             "priority": lambda rank: setattr(first(rank), "priority", 9),
             "time": lambda rank: setattr(first(rank), "last_access_time", 9),
+            "age": lambda rank: setattr(first(rank), "creation_time", 9),
+            "salt": lambda rank: setattr(first(rank).key, "cache_salt", "salt"),
             "id": lambda rank: setattr(first(rank), "id", 9),
             "slots": lambda rank: setattr(first(rank), "slot_pages", first(rank).slot_pages[::-1]),
             "device tier": lambda rank: setattr(first(rank), "value", None),
