@@ -7,7 +7,6 @@ end with one line on stderr. SGLang, PyTorch and matplotlib load only once the i
 from __future__ import annotations
 
 import json
-import os
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Final, get_args
 import click
 from rich.console import Console
 
+from sglang.srt.mem_cache.hicache.cli.ranks.messages import RankError
 from sglang.srt.mem_cache.hicache.cli.replay import config as options
 from sglang.srt.mem_cache.hicache.cli.replay.config import ReplayConfig, ReplayError, ReplayInputError
 from sglang.srt.mem_cache.hicache.cli.replay.trace import (
@@ -24,6 +24,7 @@ from sglang.srt.mem_cache.hicache.cli.replay.trace import (
     default_device_tokens,
     read_trace,
 )
+from sglang.srt.mem_cache.hicache.cli.soak.command import soak
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -48,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(error.format_message(), EXIT_BAD_INPUT)
     except ReplayInputError as error:
         return _fail(str(error), EXIT_BAD_INPUT)
-    except ReplayError as error:
+    except (ReplayError, RankError) as error:
         return _fail(str(error), EXIT_FAILED)
     except click.Abort:
         return _fail("interrupted", EXIT_INTERRUPTED)
@@ -180,6 +181,9 @@ def check() -> int:
     return EXIT_OK if passed else EXIT_FAILED
 
 
+cli.add_command(soak)
+
+
 def check_layouts(config: ReplayConfig, trace: Trace) -> None:
     """Raise `ReplayInputError` for a layout that is unknown, refuses its geometry, or has no room for some prompt."""
     from sglang.srt.mem_cache.layouts.config import LayoutConfig
@@ -199,14 +203,9 @@ def check_outputs(trace_path: Path, json_path: Path | None, plot_path: Path | No
     """Raise `ReplayInputError` for an output that could not be written, or would overwrite the trace or its twin."""
     taken = {trace_path.resolve(): "TRACE"}
     for flag, path in (("--json", json_path), ("--plot", plot_path)):
+        options.check_output_file(flag, path)
         if path is None:
             continue
-        if path.is_dir():
-            raise ReplayInputError(f"{flag} {path}: is a directory; must be a file")
-        if not path.parent.is_dir():
-            raise ReplayInputError(f"{flag} {path}: directory {path.parent} does not exist")
-        if not os.access(path if path.exists() else path.parent, os.W_OK):
-            raise ReplayInputError(f"{flag} {path}: cannot be written: permission denied")
         if path.resolve() in taken:
             raise ReplayInputError(f"{flag} {path}: is the same file as {taken[path.resolve()]}")
         taken[path.resolve()] = flag

@@ -10,7 +10,7 @@ kernel reads comes through pinned memory, and lives in memory of that stream: it
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 import numpy as np
 import torch
@@ -52,11 +52,32 @@ class CopyTuning:
     to_host: KernelShape = field(default_factory=KernelShape)
 
 
-class CudaPageCopier:
-    """Copies pages of the pools behind `maps`, all on `device`. One instance a cache; not for several threads."""
+class LaunchPageKernel(Protocol):
+    """Launches a kernel that does what `page_kernel.launch` does."""
 
-    def __init__(self, maps: Sequence[PageMap], *, device: torch.device, tuning: CopyTuning) -> None:
+    def __call__(
+        self, maps: torch.Tensor, pairs: torch.Tensor, *, rows: slice, kinds: int, to_device: bool, shape: KernelShape
+    ) -> None:
+        """See `page_kernel.launch`."""
+        ...
+
+
+class CudaPageCopier:
+    """Copies pages of the pools behind `maps`, all on `device`. One instance a cache; not for several threads.
+
+    `launch` replaces the page kernel.
+    """
+
+    def __init__(
+        self,
+        maps: Sequence[PageMap],
+        *,
+        device: torch.device,
+        tuning: CopyTuning,
+        launch: LaunchPageKernel | None = None,
+    ) -> None:
         self._maps = list(maps)
+        self._launch_kernel = launch or page_kernel.launch
         self._tuning = tuning
         self._layers = len(self._maps[0].host_bases)
         self._engines = CopyEngines()
@@ -118,7 +139,7 @@ class CudaPageCopier:
 
     def _launch(self, pairs: torch.Tensor, layers: slice, *, to_device: bool) -> None:
         kinds = len(self._maps)
-        page_kernel.launch(
+        self._launch_kernel(
             self._map_table,
             pairs,
             rows=slice(layers.start * kinds, layers.stop * kinds),

@@ -3,8 +3,8 @@
 A copy engine moves long stretches at the full speed of the link and takes no SM, but each copy has a fixed cost; a
 kernel moves single pages almost as fast, and takes a few SMs. So each run goes where its length belongs::
 
-    run of n pages of a kind  ──  n * page_bytes >= long_copy_bytes  ──▶  one copy       (`Copies`)
-                              └─  else                               ──▶  n page pairs   (`Pairs`)
+    run of n pages of a kind  ──  n * page_bytes >= long_copy_bytes  ──▶  one copy       (`Batch`)
+                              └─  else                               ──▶  n page pairs   (`Work.pairs`)
 """
 
 from __future__ import annotations
@@ -27,18 +27,8 @@ RunMask: TypeAlias = "npt.NDArray[np.bool_]"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Copies:
-    """Copies of one kind in any layer: byte offsets from the layer's bases and sizes, each shape ``[copies]``."""
-
-    page_map: PageMap
-    host_offsets: AddressArray
-    device_offsets: AddressArray
-    sizes: AddressArray
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Batch:
-    """Copies by address, each array of shape ``[copies]``."""
+    """Copies by address and bytes; the arrays are of one shape."""
 
     host: AddressArray
     device: AddressArray
@@ -47,38 +37,48 @@ class Batch:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Work:
-    """What is left to do for a plan, the same in every layer.
+    """What is to be done for a plan.
 
-    `pairs` is what the kernel reads, int64: for each kind the index of its first pair and its number of pairs, then
-    the pairs ``(host page, device page)`` of all kinds. None if no kind has any.
+    `host`, `device` and `sizes` describe the copies of the copy engines, shape ``[layers, copies]``; a copy of a kind
+    that a layer does not have has size 0, and `holes` says that there are such. `pairs` is what the kernel reads,
+    int64: for each kind the index of its first pair and its number of pairs, then the pairs ``(host page, device
+    page)`` of all kinds; the same in every layer, and None if no kind has any.
     """
 
-    copies: tuple[Copies, ...]
+    host: AddressArray
+    device: AddressArray
+    sizes: AddressArray
+    holes: bool
     pairs: AddressArray | None
 
     def batch(self, layers: slice) -> Batch | None:
-        """The copies of `layers` for the copy engines; None if there are none."""
-        parts = [_in_layers(copies, layers) for copies in self.copies]
-        parts = [part for part in parts if len(part.sizes)]
-        if not parts:
-            return None
-        return Batch(
-            host=np.concatenate([part.host for part in parts]),
-            device=np.concatenate([part.device for part in parts]),
-            sizes=np.concatenate([part.sizes for part in parts]),
-        )
+        """The copies of `layers`; None if there are none."""
+        host, device = self.host[layers].reshape(-1), self.device[layers].reshape(-1)
+        sizes = self.sizes[layers].reshape(-1)
+        if self.holes:
+            real = sizes > 0
+            host, device, sizes = host[real], device[real], sizes[real]
+        return Batch(host=host, device=device, sizes=sizes) if len(sizes) else None
 
 
 def divide(plan: CopyPlan, maps: list[PageMap], *, long_copy_bytes: int | None) -> Work:
     """Divide `plan`; with `long_copy_bytes` None everything is the kernel's, with 0 the copy engines'."""
-    copies: list[Copies] = []
+    none: AddressArray = np.empty((len(maps[0].host_bases), 0), dtype=np.int64)
+    parts = [Batch(host=none, device=none, sizes=none)]
     pairs: list[AddressArray] = []
     for page_map in maps:
         long = _long_runs(plan, page_map, long_copy_bytes)
         if long.any():
-            copies.append(_copies(plan, page_map, long))
+            parts.append(_copies(plan, page_map, long))
         pairs.append(_pairs(plan, ~long))
-    return Work(copies=tuple(copies), pairs=_table(pairs))
+    sizes = np.concatenate([part.sizes for part in parts], axis=1)
+    return Work(
+        host=np.concatenate([part.host for part in parts], axis=1),
+        device=np.concatenate([part.device for part in parts], axis=1),
+        sizes=sizes,
+        holes=bool((sizes == 0).any()),
+        pairs=_table(pairs),
+    )
 
 
 def _long_runs(plan: CopyPlan, page_map: PageMap, long_copy_bytes: int | None) -> RunMask:
@@ -88,16 +88,17 @@ def _long_runs(plan: CopyPlan, page_map: PageMap, long_copy_bytes: int | None) -
     return np.asarray(pages * page_map.page_bytes >= long_copy_bytes, dtype=np.bool_)
 
 
-def _copies(plan: CopyPlan, page_map: PageMap, chosen: RunMask) -> Copies:
+def _copies(plan: CopyPlan, page_map: PageMap, chosen: RunMask) -> Batch:
+    """The copies of one kind, ``[layers, copies]``: a run each, or a page each where pages do not join."""
     host, device, lengths = plan.host_starts[chosen], plan.device_starts[chosen], plan.lengths[chosen]
     if not page_map.merges:
         host, device = _expand(host, lengths), _expand(device, lengths)
         lengths = np.ones_like(host)
-    return Copies(
-        page_map=page_map,
-        host_offsets=host * page_map.host_stride,
-        device_offsets=device * page_map.device_stride,
-        sizes=lengths * page_map.page_bytes,
+    present = page_map.host_bases[:, None] != 0
+    return Batch(
+        host=page_map.host_bases[:, None] + host * page_map.host_stride,
+        device=page_map.device_bases[:, None] + device * page_map.device_stride,
+        sizes=present * (lengths * page_map.page_bytes),
     )
 
 
@@ -114,18 +115,6 @@ def _table(pairs: list[AddressArray]) -> AddressArray | None:
     firsts = np.cumsum(counts) - counts
     header = np.stack([firsts, counts], axis=1)
     return np.concatenate([header, *pairs]).reshape(-1)
-
-
-def _in_layers(copies: Copies, layers: slice) -> Batch:
-    host_bases = copies.page_map.host_bases[layers]
-    device_bases = copies.page_map.device_bases[layers]
-    present = host_bases != 0
-    host_bases, device_bases = host_bases[present], device_bases[present]
-    return Batch(
-        host=(host_bases[:, None] + copies.host_offsets).reshape(-1),
-        device=(device_bases[:, None] + copies.device_offsets).reshape(-1),
-        sizes=np.tile(copies.sizes, len(host_bases)),
-    )
 
 
 def _expand(starts: PageArray, lengths: PageArray) -> PageArray:

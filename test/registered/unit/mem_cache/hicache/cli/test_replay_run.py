@@ -21,8 +21,9 @@ from _replays import FAULTY_LAYOUTS, conversations, make_trace, write_trace
 from sglang.test.ci.ci_register import register_cpu_ci
 
 from sglang.srt.mem_cache.hicache.cli import main as command
+from sglang.srt.mem_cache.hicache.cli.ranks.processes import RankTraceback
 from sglang.srt.mem_cache.hicache.cli.replay.config import ReplayConfig, ReplayError
-from sglang.srt.mem_cache.hicache.cli.replay.driver import RankTraceback, run_replay
+from sglang.srt.mem_cache.hicache.cli.replay.driver import run_replay
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -357,7 +358,8 @@ for name, path in (("sglang", {str(root.parent)!r}), ("sglang.srt", {str(root)!r
     sys.modules[name] = types.ModuleType(name)
     sys.modules[name].__path__ = [path]
 import sglang.srt.mem_cache.hicache.cli.replay.driver
-from sglang.srt.mem_cache.hicache.cli.replay.messages import Finished, RankReport
+from sglang.srt.mem_cache.hicache.cli.ranks.messages import Finished
+from sglang.srt.mem_cache.hicache.cli.replay.messages import RankReport
 from sglang.srt.mem_cache.hicache.stats import CacheStats
 pickle.loads(pickle.dumps([Finished, RankReport, CacheStats()]))
 loaded = {{"torch", "matplotlib", "transformers"}} & set(sys.modules)

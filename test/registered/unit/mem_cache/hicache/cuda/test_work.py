@@ -85,14 +85,14 @@ class TestDivide(CustomTestCase):
         plan = CopyPlan.from_pages(page_size=4, host_pages=np.array([0, 1, 2, 9]), device_pages=np.array([4, 5, 6, 1]))
         maps = [page_map(96, first=0, merges=True), page_map(32, first=1 << 14, merges=True)]
         work = divide(plan, maps, long_copy_bytes=3 * 96)
-        self.assertEqual([copies.sizes.tolist() for copies in work.copies], [[288]])
+        self.assertEqual(work.sizes.tolist(), [[288]] * LAYERS)
         assert work.pairs is not None
         self.assertEqual(work.pairs.reshape(-1, 2).tolist(), [[0, 1], [1, 4], [9, 1], [0, 4], [1, 5], [2, 6], [9, 1]])
 
     def test_pages_that_do_not_join_on_the_host_are_copied_one_by_one(self) -> None:
         plan = CopyPlan.from_pages(page_size=4, host_pages=np.arange(3), device_pages=np.arange(3))
         work = divide(plan, [page_map(96, first=0, merges=False)], long_copy_bytes=0)
-        self.assertEqual(work.copies[0].sizes.tolist(), [96, 96, 96])
+        self.assertEqual(work.sizes.tolist(), [[96, 96, 96]] * LAYERS)
         self.assertIsNone(work.pairs)
 
 

@@ -6,8 +6,12 @@
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass
-from typing import Final, Literal, TypeAlias
+from typing import TYPE_CHECKING, Final, Literal, TypeAlias
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 PoolKind: TypeAlias = Literal["dsa", "mla", "mha"]
 WritePolicy: TypeAlias = Literal["write_through", "write_through_selective", "write_back"]
@@ -116,3 +120,15 @@ def check_host_ratio(host_ratio: float) -> None:
     """Raise `ReplayInputError` unless `0 < host_ratio <= MAX_HOST_RATIO`; not-a-number is refused too."""
     if math.isnan(host_ratio) or not 0 < host_ratio <= MAX_HOST_RATIO:
         raise ReplayInputError(f"--host-ratio {host_ratio:g}: must be above 0 and at most {MAX_HOST_RATIO:g}")
+
+
+def check_output_file(flag: str, path: Path | None) -> None:
+    """Raise `ReplayInputError` for an output file that could not be written; None is no file."""
+    if path is None:
+        return
+    if path.is_dir():
+        raise ReplayInputError(f"{flag} {path}: is a directory; must be a file")
+    if not path.parent.is_dir():
+        raise ReplayInputError(f"{flag} {path}: directory {path.parent} does not exist")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ReplayInputError(f"{flag} {path}: cannot be written: permission denied")

@@ -23,14 +23,14 @@ class OnProgress(Protocol):
 
 
 @contextmanager
-def show_progress(console: Console) -> Iterator[OnProgress]:
-    """A callback that shows progress on `console` while the context is open."""
+def show_progress(console: Console, *, unit: str = "requests") -> Iterator[OnProgress]:
+    """A callback that shows progress, counted in `unit`, on `console` while the context is open."""
     if console.is_terminal:
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         with Progress(*columns, console=console) as bar:
             yield _Bars(bar)
     else:
-        yield _PlainLines(console)
+        yield _PlainLines(console, unit)
 
 
 class _Bars:
@@ -47,12 +47,13 @@ class _Bars:
 
 
 class _PlainLines:
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Console, unit: str) -> None:
         self._console = console
+        self._unit = unit
         self._shown: dict[str, int] = {}
 
     def __call__(self, layout: str, done: int, total: int, /) -> None:
         quarter = PLAIN_LINES * done // total if total else 0
         if quarter > self._shown.get(layout, 0):
             self._shown[layout] = quarter
-            self._console.print(f"{layout}: {done:,} of {total:,} requests", highlight=False, markup=False)
+            self._console.print(f"{layout}: {done:,} of {total:,} {self._unit}", highlight=False, markup=False)

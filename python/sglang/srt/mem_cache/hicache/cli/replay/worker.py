@@ -1,54 +1,36 @@
-"""The work of one rank's process: set up SGLang on the CPU and the process group, then replay layout by layout."""
+"""The work of one rank's process in a replay: layout by layout."""
 
 from __future__ import annotations
 
 import gc
-import os
-import sys
 import time
-from datetime import timedelta
 from typing import TYPE_CHECKING
 
-import torch
 import torch.distributed as dist
 
-from sglang.srt.mem_cache.hicache.cli.replay.messages import Finished, Progress
+from sglang.srt.mem_cache.hicache.cli.ranks.messages import Finished, Progress
+from sglang.srt.mem_cache.hicache.cli.ranks.setup import joined_group
 from sglang.srt.mem_cache.hicache.cli.replay.rank import RankReplay
-from sglang.srt.mem_cache.hicache.cpu.support import install_cpu_support
-from sglang.srt.mem_cache.hicache.runtime import standalone_runtime
 
 if TYPE_CHECKING:
-    from sglang.srt.mem_cache.hicache.cli.replay.launch import Outbox
-    from sglang.srt.mem_cache.hicache.cli.replay.messages import RankOrder
+    from sglang.srt.mem_cache.hicache.cli.ranks.launch import Outbox
+    from sglang.srt.mem_cache.hicache.cli.ranks.messages import RankOrder
+    from sglang.srt.mem_cache.hicache.cli.replay.results import ReplayConfig
+    from sglang.srt.mem_cache.hicache.cli.replay.trace import Trace
 
 PROGRESS_INTERVAL_SECONDS = 0.2
 
 
-def replay_layouts(order: RankOrder, outbox: Outbox) -> None:
+def replay_layouts(config: ReplayConfig, trace: Trace, order: RankOrder, outbox: Outbox) -> None:
     """Replay the trace with every layout; rank 0 tells its progress, each rank its findings."""
-    config = order.config
-    torch.set_num_threads(1)
-    install_cpu_support()
-    if sys.platform == "linux":
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{order.rendezvous}",
-        rank=order.rank,
-        world_size=config.cp_size,
-        timeout=timedelta(seconds=order.peer_seconds),
-    )
-    try:
-        with standalone_runtime(rank=order.rank, world_size=config.cp_size, page_size=config.page_size):
-            for layout in config.layouts:
-                _replay_layout(order, layout, outbox)
-                gc.collect()  # the pools of one layout are gone before those of the next are made
-    finally:
-        dist.destroy_process_group()
+    with joined_group(order, page_size=config.page_size):
+        for layout in config.layouts:
+            _replay_layout(config, trace, order.rank, layout, outbox)
+            gc.collect()  # the pools of one layout are gone before those of the next are made
 
 
-def _replay_layout(order: RankOrder, layout: str, outbox: Outbox) -> None:
-    requests = len(order.trace.requests)
+def _replay_layout(config: ReplayConfig, trace: Trace, rank: int, layout: str, outbox: Outbox) -> None:
+    requests = len(trace.requests)
     done = 0
     told = time.perf_counter()
 
@@ -56,17 +38,17 @@ def _replay_layout(order: RankOrder, layout: str, outbox: Outbox) -> None:
         nonlocal done, told
         done = number
         now = time.perf_counter()
-        if order.rank == 0 and (now - told > PROGRESS_INTERVAL_SECONDS or done == requests):
+        if rank == 0 and (now - told > PROGRESS_INTERVAL_SECONDS or done == requests):
             told = now
-            outbox.send(Progress(layout=layout, done=done))
+            outbox.send(Progress(label=layout, done=done))
 
     try:
-        replay = RankReplay(order.config, layout, order.rank)
+        replay = RankReplay(config, layout, rank)
         dist.barrier()
         started = time.perf_counter()
-        report = replay.run(order.trace, on_request)
+        report = replay.run(trace, on_request)
         dist.barrier()
-        outbox.send(Finished(layout=layout, seconds=time.perf_counter() - started, report=report))
+        outbox.send(Finished(label=layout, seconds=time.perf_counter() - started, report=report))
         replay.cache.release_host_resources()
     except Exception as error:
         error.add_note(

@@ -74,6 +74,20 @@ class SoakConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class SoakReport:
+    """What one rank found. Lives here so that reading it loads no SGLang."""
+
+    events: int
+    faults: dict[str, int]
+    checks: int
+    verified_tokens: int
+    violations: tuple[str, ...]
+    last_events: tuple[str, ...]
+    rss_start_bytes: int
+    rss_end_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class SoakResult:
     """What a soak found. `violations` are lines; the first is what to look at."""
 

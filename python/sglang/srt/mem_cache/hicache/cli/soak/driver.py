@@ -14,8 +14,7 @@ if TYPE_CHECKING:
 
     from sglang.srt.mem_cache.hicache.cli.ranks.launch import Outbox
     from sglang.srt.mem_cache.hicache.cli.ranks.messages import RankOrder
-    from sglang.srt.mem_cache.hicache.cli.soak.config import SoakConfig
-    from sglang.srt.mem_cache.hicache.cli.soak.worker import SoakReport
+    from sglang.srt.mem_cache.hicache.cli.soak.config import SoakConfig, SoakReport
 
 PEER_SECONDS = 60.0
 """A rank that waits longer than this for another one within a collective fails."""

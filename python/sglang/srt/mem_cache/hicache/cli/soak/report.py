@@ -20,7 +20,10 @@ MIB = 2**20
 
 def print_soak(console: Console, config: SoakConfig, result: SoakResult) -> None:
     """Print the figures; after a violation also the last events and the command that repeats them."""
-    table = Table(title=f"soak of {config.layout}, {config.ranks} ranks, {config.pool} pool, {config.policy}")
+    console.print(
+        f"soak of {config.layout}: {config.ranks} ranks, {config.pool} pool, {config.policy}, seed {config.seed}"
+    )
+    table = Table()
     table.add_column("figure")
     table.add_column("value", justify="right")
     table.add_row("events", f"{result.events:,}")
@@ -38,7 +41,9 @@ def print_soak(console: Console, config: SoakConfig, result: SoakResult) -> None
         for violation in result.violations[:SHOWN_VIOLATIONS]:
             console.print(f"violation: {violation}", markup=False, highlight=False)
         console.print("last events:", *result.last_events, sep="\n  ", markup=False, highlight=False)
-        console.print(f"again with: {repeat_command(config, result.events)}", markup=False, highlight=False, soft_wrap=True)
+        console.print(
+            f"again with: {repeat_command(config, result.events)}", markup=False, highlight=False, soft_wrap=True
+        )
 
 
 def soak_json(config: SoakConfig, result: SoakResult) -> dict[str, object]:

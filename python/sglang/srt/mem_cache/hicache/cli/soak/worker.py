@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
 import torch.distributed as dist
-
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+
 from sglang.srt.mem_cache.hicache.allocator import CPSharedPagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.hicache.cli.ranks.messages import Finished, Progress
+from sglang.srt.mem_cache.hicache.cli.ranks.setup import joined_group
 from sglang.srt.mem_cache.hicache.cli.replay.content import KVContent
-from sglang.srt.mem_cache.hicache.cli.soak.config import repeat_command
+from sglang.srt.mem_cache.hicache.cli.soak.config import SoakReport, repeat_command
 from sglang.srt.mem_cache.hicache.cli.soak.rank import SoakRank, drain
 from sglang.srt.mem_cache.hicache.device_pools import DsaGeometry, Geometry, MhaGeometry, MlaGeometry, build_device_pool
 from sglang.srt.mem_cache.hicache.digest import tree_digest
@@ -39,30 +39,17 @@ GEOMETRIES: dict[PoolKind, Geometry] = {
 }
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SoakReport:
-    """What one rank found."""
-
-    events: int
-    faults: dict[str, int]
-    checks: int
-    verified_tokens: int
-    violations: tuple[str, ...]
-    last_events: tuple[str, ...]
-    rss_start_bytes: int
-    rss_end_bytes: int
-
-
 def soak(config: SoakConfig, order: RankOrder, outbox: Outbox) -> None:
     """Soak one rank and send its report. Ends early, on all ranks, at the first violation on any of them."""
     logging.getLogger("sglang.srt.mem_cache.hicache").setLevel(logging.ERROR)  # refusals are what a soak provokes
-    run = _Soak(config, order.rank)
-    started = time.perf_counter()
-    while not run.ended:
-        run.advance(time.perf_counter() - started)
-        if order.rank == 0:
-            outbox.send(Progress(label=config.layout, done=run.progress(time.perf_counter() - started)))
-    outbox.send(Finished(label=config.layout, seconds=time.perf_counter() - started, report=run.report()))
+    with joined_group(order, page_size=config.page_size):
+        run = _Soak(config, order.rank)
+        started = time.perf_counter()
+        while not run.ended:
+            run.advance(time.perf_counter() - started)
+            if order.rank == 0:
+                outbox.send(Progress(label=config.layout, done=run.progress(time.perf_counter() - started)))
+        outbox.send(Finished(label=config.layout, seconds=time.perf_counter() - started, report=run.report()))
 
 
 class _Soak:
@@ -140,9 +127,7 @@ def _build(config: SoakConfig, rank: int) -> tuple[HiRadixCache[Any], KVContent]
         LayoutConfig(name=config.layout, page_size=page_size, shard_size=config.ranks, shard_rank=rank)
     )
     rank_tokens = max(1, config.logical_pages // layout.lane_count) * page_size
-    pool = build_device_pool(
-        kind, tokens=rank_tokens, page_size=page_size, layers=LAYERS, geometry=GEOMETRIES[kind]
-    )
+    pool = build_device_pool(kind, tokens=rank_tokens, page_size=page_size, layers=LAYERS, geometry=GEOMETRIES[kind])
     allocator = CPSharedPagedTokenToKVPoolAllocator(
         layout=layout, physical_size=rank_tokens, dtype=pool.dtype, device="cpu", kvcache=pool
     )

@@ -1,6 +1,6 @@
-"""What the fork server of a replay runs before it forks the ranks: it imports SGLang, once for all of them.
+"""What the fork server runs before it forks the ranks: it imports SGLang, once for all of them.
 
-The import takes longer than many a replay, and it begins with SGLang's own package. This module is found by its
+The import takes longer than many a job, and it begins with SGLang's own package. This module is found by its
 folder on `PYTHONPATH`, not inside that package, so that it can do two things first: have the kernel end the server
 with the process that started it, and drop warnings that are expected on a machine without a GPU.
 """
@@ -17,5 +17,5 @@ _PR_SET_PDEATHSIG = 1
 if sys.platform == "linux":  # elsewhere the server notices once the import is over
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
-importlib.import_module("sglang.srt.mem_cache.hicache.cli.replay.launch").silence_expected_warnings()
-importlib.import_module("sglang.srt.mem_cache.hicache.cli.replay.worker")
+importlib.import_module("sglang.srt.mem_cache.hicache.cli.ranks.launch").silence_expected_warnings()
+importlib.import_module("sglang.srt.mem_cache.hicache.cli.ranks.setup")

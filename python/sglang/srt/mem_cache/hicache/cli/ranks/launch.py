@@ -11,7 +11,7 @@ import warnings
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from sglang.srt.mem_cache.hicache.cli.replay.messages import Done, Failed, Logged, Message, RankOrder
+from sglang.srt.mem_cache.hicache.cli.ranks.messages import Done, Failed, Logged, Message, RankOrder
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
@@ -20,7 +20,7 @@ _AGREEMENT = "sglang.srt.mem_cache.hicache.agreement"
 
 
 def start_rank(order: RankOrder, pipe: Connection, lifeline: Connection) -> None:
-    """Target of a rank's process: replay, and say through `pipe` how it went.
+    """Target of a rank's process: do the job, and say through `pipe` how it went.
 
     The process ends, whatever it is doing, when the other end of `lifeline` is closed, which happens at the latest
     when the process that holds it ends.
@@ -30,9 +30,7 @@ def start_rank(order: RankOrder, pipe: Connection, lifeline: Connection) -> None
     forward_log(outbox)
     try:
         silence_expected_warnings()
-        from sglang.srt.mem_cache.hicache.cli.replay.worker import replay_layouts
-
-        replay_layouts(order, outbox)
+        order.job.run(order, outbox)
         outbox.send(Done())
     except Exception as error:
         outbox.send(describe(error))

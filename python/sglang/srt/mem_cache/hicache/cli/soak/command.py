@@ -1,0 +1,110 @@
+"""`kvlayouts soak`: options in, figures out."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import get_args
+
+import click
+from rich.console import Console
+
+from sglang.srt.mem_cache.hicache.cli.ranks.messages import RankError
+from sglang.srt.mem_cache.hicache.cli.replay import config as options
+from sglang.srt.mem_cache.hicache.cli.soak.config import FAULTS, SoakConfig
+
+EXIT_VIOLATION = 1
+
+
+@click.command(context_settings={"show_default": True})
+@click.option("--ranks", type=click.IntRange(1, options.MAX_CP_SIZE), default=4, help="Ranks, one process each.")
+@click.option("--minutes", type=float, show_default="5", help="How long to soak.")
+@click.option("--events", type=click.IntRange(min=1), help="End after N events instead.")
+@click.option("--layout", default="cp_shared", help="Layout strategy.")
+@click.option("--pool", type=click.Choice(get_args(options.PoolKind)), default="mla", help="KV pool of the model.")
+@click.option(
+    "--page-size",
+    type=click.IntRange(1, options.MAX_PAGE_SIZE_TOKENS),
+    show_default="4; 64 for dsa",
+    help="Tokens a page.",
+)
+@click.option("--policy", type=click.Choice(get_args(options.WritePolicy)), default="write_through")
+@click.option("--eviction-policy", type=click.Choice(get_args(options.EvictionPolicy)), default="lru")
+@click.option(
+    "--host-mem-layout", "host_layout", type=click.Choice(get_args(options.HostLayout)), default="layer_first"
+)
+@click.option(
+    "--faults", default=",".join(FAULTS), help="Faults to inject, comma-separated, or none.", metavar="KIND,..."
+)
+@click.option("--check-every", type=click.IntRange(min=1), default=2000, help="Events between two full checks.")
+@click.option("--seed", type=click.IntRange(0, options.MAX_SEED), default=0, help="Seed of events, delays and bytes.")
+@click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write the figures to this file.")
+def soak(
+    ranks: int,
+    minutes: float | None,
+    events: int | None,
+    layout: str,
+    pool: options.PoolKind,
+    page_size: int | None,
+    policy: options.WritePolicy,
+    eviction_policy: options.EvictionPolicy,
+    host_layout: options.HostLayout,
+    faults: str,
+    check_every: int,
+    seed: int,
+    json_path: Path | None,
+) -> int:
+    """Drive real ranks through random events and injected faults, and check everything all the while.
+
+    Exit status 1 after a violation, with the command that repeats it.
+    """
+    if minutes is not None and events is not None:
+        raise options.ReplayInputError(f"--minutes {minutes:g}: must not be given together with --events {events}")
+    options.check_output_file("--json", json_path)
+    config = SoakConfig(
+        ranks=ranks,
+        minutes=5.0 if minutes is None else minutes,
+        events=events,
+        layout=layout,
+        pool=pool,
+        page_size=page_size or (options.DSA_PAGE_SIZE_TOKENS if pool == "dsa" else 4),
+        policy=policy,
+        eviction_policy=eviction_policy,
+        host_layout=host_layout,
+        faults=() if faults == "none" else tuple(faults.split(",")),
+        check_every=check_every,
+        seed=seed,
+    )
+    _check_layout(config)
+    return _run(config, json_path)
+
+
+def _check_layout(config: SoakConfig) -> None:
+    from sglang.srt.mem_cache.layouts.config import LayoutConfig
+    from sglang.srt.mem_cache.layouts.registry import create_layout, known_layouts
+
+    if config.layout not in known_layouts():
+        raise options.ReplayInputError(
+            f"--layout {config.layout}: unknown; known layouts are {', '.join(known_layouts())}"
+        )
+    try:
+        create_layout(LayoutConfig(name=config.layout, page_size=config.page_size, shard_size=config.ranks))
+    except ValueError as error:
+        raise options.ReplayInputError(f"--layout {config.layout}: {error}") from error
+
+
+def _run(config: SoakConfig, json_path: Path | None) -> int:
+    from sglang.srt.mem_cache.hicache.cli.replay.progress import show_progress
+    from sglang.srt.mem_cache.hicache.cli.soak.driver import run_soak
+    from sglang.srt.mem_cache.hicache.cli.soak.report import print_soak, soak_json
+
+    with show_progress(Console(stderr=True, force_terminal=sys.stderr.isatty()), unit="thousandths") as on_progress:
+        result = run_soak(config, on_progress)
+    print_soak(Console(force_terminal=sys.stdout.isatty()), config, result)
+    if json_path is not None:
+        try:
+            json_path.write_text(json.dumps(soak_json(config, result), indent=2) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise RankError(f"--json {json_path}: cannot be written: {error.strerror or error}") from error
+    return 0 if result.passed else EXIT_VIOLATION
