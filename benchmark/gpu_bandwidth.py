@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from bulk_kernel import BulkKernel
 from gpu_common import (
     PAGE_SIZE,
     POISON,
@@ -52,6 +53,8 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.memory_pool import KVCache
     from sglang.srt.mem_cache.pool_host import HostKVCache
 
+    from sglang.srt.mem_cache.hicache.cuda.page_copier import LaunchPageKernel
+    from sglang.srt.mem_cache.hicache.cuda.page_maps import PageMap
     from sglang.srt.mem_cache.hicache.host_pools import AnyHostPool
 
 LAYERS = 16
@@ -72,19 +75,28 @@ class Version:
     failed: bool = False
 
 
-def our_versions(host_pool: AnyHostPool, device_pool: KVCache, tunings: dict[str, CopyTuning]) -> list[Version]:
-    """Our copier on this host pool, once for each tuning."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """A version of ours: what the copier is made with."""
+
+    tuning: CopyTuning
+    launch: LaunchPageKernel | None = None
+
+
+def our_versions(host_pool: AnyHostPool, device_pool: KVCache, recipes: dict[str, Recipe]) -> list[Version]:
+    """Our copier on this host pool, once for each recipe."""
     owner = HostTransfer(host_pool=host_pool, device_pool=device_pool, io_backend="direct", copier=False)
     maps = page_maps(owner.entries, page_size=PAGE_SIZE)
     if maps is None:
         raise RuntimeError(f"pages of {host_pool.layout} are scattered")
-    return [_our_version(name, tuning, owner, maps, device_pool, host_pool) for name, tuning in tunings.items()]
+    return [_our_version(name, recipe, owner, maps, device_pool, host_pool) for name, recipe in recipes.items()]
 
 
 def _our_version(
-    name: str, tuning: CopyTuning, owner: HostTransfer, maps: list[Any], device_pool: KVCache, host_pool: AnyHostPool
+    name: str, recipe: Recipe, owner: HostTransfer, maps: list[PageMap], device_pool: KVCache, host_pool: AnyHostPool
 ) -> Version:
-    copier = CudaPageCopier(maps, device=torch.device("cuda"), tuning=tuning)
+    tuning = recipe.tuning
+    copier = CudaPageCopier(maps, device=torch.device("cuda"), tuning=tuning, launch=recipe.launch)
     producer = LayerLoadingEvent(device_pool.layer_num)
 
     def load(plan: CopyPlan) -> TransferCompletion:
@@ -228,22 +240,34 @@ def untouched_pages_changed(content: PageContent, plan: CopyPlan) -> int:
     return wrong
 
 
-def tunings(sweep: bool) -> dict[str, CopyTuning]:
-    """The versions of ours."""
-    versions = {
-        "copy engines": CopyTuning(long_copy_bytes=0),
-        "kernel": CopyTuning(long_copy_bytes=None),
-        "hybrid": CopyTuning(),
+KERNEL_SHAPES = [(4, 32, 64), (8, 32, 64), (16, 32, 64), (16, 16, 32), (32, 16, 32), (32, 8, 16), (64, 8, 16)]
+KERNEL_SHAPES += [(32, 4, 16), (132, 4, 8)]
+"""Programs, warps, KiB of a chunk."""
+BULK_SHAPES = [(2, 8, 24), (4, 8, 24), (8, 8, 24), (8, 8, 16), (16, 8, 16), (4, 4, 48), (16, 8, 24)]
+"""Blocks, stages, KiB of a stage."""
+
+
+def recipes(sweep: bool) -> dict[str, Recipe]:
+    """The versions of ours; with `sweep` other kernel shapes and the trial kernel as well."""
+    found = {
+        "copy engines": Recipe(tuning=CopyTuning(long_copy_bytes=0)),
+        "kernel": Recipe(tuning=CopyTuning(long_copy_bytes=None)),
+        "hybrid": Recipe(tuning=CopyTuning()),
     }
-    shapes = [(8, 32, 65536), (16, 16, 32768), (32, 8, 16384), (32, 16, 32768), (64, 8, 16384)] if sweep else []
-    if sweep:
-        shapes += [(4, 32, 65536), (16, 32, 65536), (132, 4, 8192), (16, 8, 32768), (32, 4, 16384)]
-    for programs, warps, chunk in shapes:
-        shape = KernelShape(programs=programs, warps=warps, chunk_bytes=chunk)
-        versions[f"kernel {programs}x{warps}w {chunk >> 10}K"] = CopyTuning(
-            long_copy_bytes=None, to_device=shape, to_host=shape
-        )
-    return versions
+    for programs, warps, kib in KERNEL_SHAPES if sweep else []:
+        shape = KernelShape(programs=programs, warps=warps, chunk_bytes=kib << 10)
+        found[f"kernel {programs}x{warps}w {kib}K"] = _one_shape(shape, None)
+    for blocks, stages, kib in BULK_SHAPES if sweep else []:
+        try:
+            bulk = BulkKernel(stages=stages, chunk_bytes=kib << 10)
+            found[f"bulk {blocks}x{stages} {kib}K"] = _one_shape(KernelShape(programs=blocks), bulk.launch)
+        except Exception:
+            print(f"no trial kernel with {stages} stages of {kib} KiB:\n{traceback.format_exc()}")
+    return found
+
+
+def _one_shape(shape: KernelShape, launch: LaunchPageKernel | None) -> Recipe:
+    return Recipe(tuning=CopyTuning(long_copy_bytes=None, to_device=shape, to_host=shape), launch=launch)
 
 
 def make_versions(
@@ -262,7 +286,7 @@ def make_versions(
             pools[mem_layout] = pool
             found.append((sglang_version(pool, device_pool, io_backend), pool))
             if mem_layout != "page_first":
-                chosen = tunings(sweep and mem_layout == "layer_first")
+                chosen = recipes(sweep and mem_layout == "layer_first")
                 found += [(version, pool) for version in our_versions(pool, device_pool, chosen)]
         except Exception:
             print(f"cannot set up {mem_layout} {io_backend}:\n{traceback.format_exc()}")
@@ -282,7 +306,7 @@ def measure_pool(name: str, runs: list[int], arguments: argparse.Namespace, link
             host_pages=in_runs(np.arange(PAGES, dtype=np.int64), run, rng),
             device_pages=in_runs(np.arange(1, PAGES + 1, dtype=np.int64), run, rng),
         )
-        chosen = [pair for pair in versions if run == 1 or not pair[0].name.startswith("kernel ")]
+        chosen = [pair for pair in versions if run == 1 or not pair[0].name.startswith(("kernel ", "bulk "))]
         for version, pool in chosen:
             key = "random" if run == 1 else "runs"
             if version.failed or key in version.checked:
