@@ -41,7 +41,7 @@ from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.hicache.cuda.page_copier import CopyTuning, CudaPageCopier
 from sglang.srt.mem_cache.hicache.cuda.page_kernel import KernelShape
 from sglang.srt.mem_cache.hicache.cuda.page_maps import page_maps
-from sglang.srt.mem_cache.hicache.host_pools import build_host_pool
+from sglang.srt.mem_cache.hicache.host_pools import build_host_pool, release_host_pool
 from sglang.srt.mem_cache.hicache.runtime import standalone_runtime
 from sglang.srt.mem_cache.hicache.transfer import HostTransfer
 from sglang.srt.mem_cache.layouts.pages import tokens_of_pages
@@ -322,7 +322,7 @@ def measure_pool(name: str, runs: list[int], arguments: argparse.Namespace, link
                 results.data.setdefault("wrong", []).append([name, version.name, version.mem_layout, run, problem])
         measure_order(name, run, [version for version, _ in chosen], plan, page_bytes, arguments, link, results)
     for pool in pools.values():
-        pool.destroy()
+        release_host_pool(pool)
 
 
 def measure_order(

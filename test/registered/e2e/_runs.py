@@ -62,10 +62,11 @@ _START_LINE: Final = re.compile(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineRun:
-    """What an engine answered, and what its schedulers logged at the start, by rank."""
+    """What an engine answered, what its schedulers logged at the start, by rank, and how often they retracted."""
 
     results: dict[str, Any]
     starts: dict[int, dict[str, str]]
+    retractions: int
 
 
 @functools.cache
@@ -94,7 +95,11 @@ def engine_run(name: str, *, faulty_gather: bool = False) -> EngineRun:
     text = files[2].read_text(encoding="utf-8", errors="replace")
     if finished.returncode:
         raise AssertionError(f"engine {name!r} ended with {finished.returncode}:\n{text[-4000:]}")
-    return EngineRun(results=json.loads(files[1].read_text(encoding="utf-8")), starts=start_lines(text))
+    return EngineRun(
+        results=json.loads(files[1].read_text(encoding="utf-8")),
+        starts=start_lines(text),
+        retractions=text.count("Retract requests"),
+    )
 
 
 def start_lines(log: str) -> dict[int, dict[str, str]]:

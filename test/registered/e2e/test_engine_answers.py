@@ -56,6 +56,9 @@ class TestHostTier(CustomTestCase):
                 self.assertGreaterEqual(sum(tokens > 0 for tokens in _cached(results["again"], "host")), 3)
                 self.assertGreater(sum(_cached(results["after abort"], "host")), 0)
 
+    def test_requests_were_retracted_and_started_again(self) -> None:
+        self.assertGreater(engine_run("deepseek cp_shared").retractions, 0)  # step "pressure": same answers
+
     def test_a_shared_prefix_is_served_from_the_device(self) -> None:
         for name in ("llama identity", "deepseek identity", "deepseek cp_shared"):
             with self.subTest(name):

@@ -11,9 +11,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, TypeAlias
 
+import torch
 from sglang.srt.mem_cache.hicache_storage import PoolName
 from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool, KVCache, MHATokenToKVPool, MLATokenToKVPool
 from sglang.srt.mem_cache.pool_host import HostKVCache, HostPoolGroup, PoolEntry
+from sglang.srt.mem_cache.pool_host.common import _cuda_host_unregister
 from sglang.srt.mem_cache.pool_host.dsa import DSAIndexerPoolHost
 from sglang.srt.mem_cache.pool_host.mha import get_mha_host_pool_cls
 from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
@@ -77,8 +79,23 @@ def build_host_pool(
 
 def host_bytes_of(host_pool: AnyHostPool) -> int:
     """Host bytes that the pool's buffers take, sidecars and SGLang's extra page included."""
-    pools = [entry.host_pool for entry in host_pool.entries] if isinstance(host_pool, HostPoolGroup) else [host_pool]
-    return sum(_buffer_bytes(pool) for pool in pools)
+    return sum(_buffer_bytes(pool) for pool in _pools(host_pool))
+
+
+def release_host_pool(host_pool: AnyHostPool) -> None:
+    """Unregister all pinned host memory of the pool; it is unusable afterwards. May be called again.
+
+    SGLang's ``destroy`` covers the KV buffers and forgets a DSA index, whose pages would stay pinned: the next buffer
+    at the same address could not be registered.
+    """
+    for pool in _pools(host_pool):
+        if isinstance(pool, DSAIndexerPoolHost) and pool.pin_memory and torch.cuda.is_available():
+            _cuda_host_unregister(pool.index_k_with_scale_buffer)
+        pool.destroy()
+
+
+def _pools(host_pool: AnyHostPool) -> list[HostKVCache]:
+    return [entry.host_pool for entry in host_pool.entries] if isinstance(host_pool, HostPoolGroup) else [host_pool]
 
 
 def _buffer_bytes(host_pool: HostKVCache) -> int:

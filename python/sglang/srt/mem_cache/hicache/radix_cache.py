@@ -28,7 +28,7 @@ from .agreement import Agreement, RankAgreement
 from .allocator import slot_allocator
 from .controller import HiCacheController
 from .environment import agreement_groups, observe_environment
-from .host_pools import build_host_pool
+from .host_pools import build_host_pool, release_host_pool
 from .in_flight import InFlight
 from .no_storage import NoStorageTier
 from .stats import CacheStats
@@ -114,7 +114,7 @@ class HiRadixCache(NoStorageTier, TieredRadixTree[MetadataT], Generic[MetadataT]
 
     def release_host_resources(self) -> None:
         """Unregister pinned host memory before the process ends."""
-        self.token_to_kv_pool_host.destroy()
+        release_host_pool(self.token_to_kv_pool_host)
 
     # What the scheduler asks before it calls itself idle.
 

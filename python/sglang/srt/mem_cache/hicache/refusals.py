@@ -98,7 +98,7 @@ def _unverified_attention(facts: ServerFacts) -> bool:
 
 RULES: Final[tuple[Rule, ...]] = (
     Rule(
-        setting="no --enable-hierarchical-cache",
+        setting="a launch without --enable-hierarchical-cache",
         applies=lambda facts: not facts.args.enable_hierarchical_cache,
         why="a layout strategy places the pages of the hierarchical cache",
         remedy="add --enable-hierarchical-cache",

@@ -31,7 +31,7 @@ MLA = ModelFacts()
 
 # For each row of the table, a server that it is about: fields of ServerArgs, and what differs from an MLA model.
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "no --enable-hierarchical-cache": ({"enable_hierarchical_cache": False}, {}),
+    "a launch without --enable-hierarchical-cache": ({"enable_hierarchical_cache": False}, {}),
     "--disable-radix-cache": ({"disable_radix_cache": True}, {}),
     "another --radix-cache-backend": ({"radix_cache_backend": "flexkv"}, {}),
     "--hicache-storage-backend": ({"hicache_storage_backend": "file"}, {}),

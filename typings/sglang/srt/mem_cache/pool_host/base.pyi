@@ -11,6 +11,7 @@ class HostKVCache:
     layout: str
     size: int
     page_num: int
+    pin_memory: bool
     size_per_token: int
     kv_buffer: torch.Tensor | tuple[torch.Tensor, torch.Tensor]
     def alloc(self, need_size: int) -> torch.Tensor | None: ...

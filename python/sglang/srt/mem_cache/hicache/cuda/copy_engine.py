@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -103,8 +104,15 @@ def _pointer(array: np.ndarray[tuple[int, ...], np.dtype[np.int64]]) -> ctypes.c
 
 @cache
 def _library() -> ctypes.CDLL:
-    major = (torch.version.cuda or "").partition(".")[0]
-    library = ctypes.CDLL(f"libcudart.so.{major}")
+    name = f"libcudart.so.{(torch.version.cuda or '').partition('.')[0]}"
+    try:
+        library = ctypes.CDLL(name)
+    except OSError:
+        # Not loaded yet and on no search path: NVIDIA's Python packages lie beside torch.
+        beside_torch = sorted(Path(torch.__file__).parents[1].glob(f"nvidia/*/lib/{name}"))
+        if not beside_torch:
+            raise
+        library = ctypes.CDLL(str(beside_torch[0]))
     library.cudaMemcpyAsync.argtypes = [
         ctypes.c_void_p,
         ctypes.c_void_p,
