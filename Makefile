@@ -1,7 +1,7 @@
 SHELL := bash
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup replay test lint typecheck unit e2e freeze clean
+.PHONY: help setup replay test lint typecheck unit e2e coverage mutants freeze clean
 
 BIN := .venv/bin
 PY := $(BIN)/python
@@ -38,6 +38,19 @@ unit: setup ## pytest (PYTEST_ARGS=...)
 
 e2e: setup ## real engines and a real server on tiny models (minutes; PYTEST_ARGS=...)
 	$(TEST_ENV) $(PY) -m pytest -m e2e test/registered/e2e $(PYTEST_ARGS)
+
+# Files that run only inside an engine, on a GPU or as a command; `make coverage` reports them apart.
+SERVER_ONLY := */hicache/cli/*,*/hicache/cpu/*,*/hicache/cuda/*,*/hicache/plugin.py,*/hicache/serving*.py,*/hicache/server_args.py,*/hicache/shared_pools.py,*/hicache/page_reader.py,*/hicache/metrics.py,*/hicache/installation.py,*/hicache/signature*.py
+
+coverage: setup ## branches that the tests take: at least 95 % of layouts and the core of hicache
+	rm -f .coverage .coverage.*
+	$(TEST_ENV) $(BIN)/coverage run -m pytest -m 'not e2e' $(PYTEST_ARGS)
+	$(BIN)/coverage combine -q
+	$(BIN)/coverage report --include='$(SERVER_ONLY)'
+	$(BIN)/coverage report --omit='$(SERVER_ONLY)' --fail-under=95
+
+mutants: setup ## break one line at a time and see that a test notices (minutes)
+	$(TEST_ENV) $(PY) scripts/mutants.py
 
 freeze: setup ## write the versions in .venv to requirements/constraints.txt
 	@bash scripts/freeze.sh

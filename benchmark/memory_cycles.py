@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 
 PAGE = 4
 CHAIN_PAGES = 6
-DEVICE_PAGES = 32
-HOST_PAGES = 48
+DEVICE_PAGES = 64  # over all owners, as those of the host
+HOST_PAGES = 128
 
 
 class Alone:
@@ -53,15 +53,16 @@ class Alone:
 def make_cache(layout_name: str, rank: int, ranks: int, policy: str) -> HiRadixCache[Any]:
     """One rank's cache on small MLA pools."""
     layout = create_layout(LayoutConfig(name=layout_name, page_size=PAGE, shard_size=ranks, shard_rank=rank))
+    physical_size = DEVICE_PAGES // layout.lane_count * PAGE
     pool = build_device_pool(
         PoolKind.MLA,
-        tokens=DEVICE_PAGES * PAGE,
+        tokens=physical_size,
         page_size=PAGE,
         layers=1,
         geometry=MlaGeometry(kv_lora_rank=4, qk_rope_head_dim=2),
     )
     allocator = CPSharedPagedTokenToKVPoolAllocator(
-        layout=layout, physical_size=DEVICE_PAGES * PAGE, dtype=torch.bfloat16, device="cpu", kvcache=pool
+        layout=layout, physical_size=physical_size, dtype=torch.bfloat16, device="cpu", kvcache=pool
     )
     params = CacheInitParams(
         disable=False, req_to_token_pool=None, token_to_kv_pool_allocator=allocator, page_size=PAGE
@@ -80,10 +81,17 @@ def make_cache(layout_name: str, rank: int, ranks: int, policy: str) -> HiRadixC
     )
 
 
-def cycle(cache: HiRadixCache[Any], number: int) -> None:
-    """A chain of which two pages were seen lately and the rest never: match, load back, insert, back up, evict."""
+def chain_of(number: int) -> array[int]:
+    """Tokens of a chain whose first two pages others have too; each fifth one was seen and has left the device."""
+    if number % 5 == 4:
+        number = max(0, number - 13)
     pages = [number // 8, number // 4, *(number * CHAIN_PAGES + at for at in range(2, CHAIN_PAGES))]
-    tokens = array("q", [page * PAGE + at for page in pages for at in range(PAGE)])
+    return array("q", [page * PAGE + at for page in pages for at in range(PAGE)])
+
+
+def cycle(cache: HiRadixCache[Any], number: int) -> None:
+    """One request: match, load back, lock, allocate, insert, which backs up, unlock; sometimes eviction by order."""
+    tokens = chain_of(number)
     match = cache.match_prefix(MatchPrefixParams(key=RadixKey(tokens)))
     node, found = match.last_device_node, len(match.device_indices)
     slot_pages = match.device_indices.numpy()[::PAGE] // PAGE

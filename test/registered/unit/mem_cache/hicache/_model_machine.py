@@ -258,10 +258,11 @@ class CacheMachine(RuleBasedStateMachine):
         """End everything; what is left on the host comes back byte for byte; nothing stays locked or taken."""
         if not hasattr(self, "group"):
             return
-        for request in list(self.group.running):
-            self.group.abort(request)
+        for running in list(self.group.running):
+            self.group.abort(running)
         for nodes, _ in self.pins:
-            self.group.each(lambda rank, nodes=nodes: rank.cache.dec_lock_ref(nodes[rank.number]))
+            for rank, node in zip(self.group.ranks, nodes, strict=True):
+                rank.cache.dec_lock_ref(node)
         self.group.release()
         self.group.settle()
         self.group.evict_all()
@@ -303,6 +304,7 @@ class CacheMachine(RuleBasedStateMachine):
         size = rank.spec.page_size
         paths: dict[LayoutTreeNode[Any], Prefix] = {}
         for node in rank.cache.nodes():
+            assert node.parent is not None
             above = paths.get(node.parent, (node.key.extra_key,))
             paths[node] = (*above, *(token // 1_000 for token in node.key.token_ids[::size]))
         return list(paths.items())

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import multiprocessing as mp
 import random
+import re
 from pathlib import Path
+from typing import Any
 
-from sglang.srt.mem_cache.hicache.cli.replay.config import TRACE_BLOCK_TOKENS
+from sglang.srt.mem_cache.hicache.cli.replay.config import TRACE_BLOCK_TOKENS, ReplayConfig
 from sglang.srt.mem_cache.hicache.cli.replay.trace import Trace, TraceRequest, read_trace
 
 FAULTY_LAYOUTS = Path(__file__).parent / "cli" / "faulty_layouts"
@@ -44,3 +47,27 @@ def make_trace(folder: Path, *, requests: int, block_tokens: int, **options: int
     """The trace of `conversations`, scaled."""
     path = write_trace(folder / "conversations.jsonl", conversations(requests=requests, **options))
     return read_trace(path, block_tokens=block_tokens)
+
+
+def rank_processes() -> list[mp.process.BaseProcess]:
+    """Rank processes of this process's replays that have not ended."""
+    return [process for process in mp.active_children() if process.name.startswith("kvlayouts-rank-")]
+
+
+def without_progress(error: str) -> list[str]:
+    """What a command wrote to stderr besides its progress."""
+    return [line for line in error.splitlines() if line and not re.fullmatch(r"\w+: [\d,]+ of [\d,]+ requests", line)]
+
+
+def small_config(**options: Any) -> ReplayConfig:  # noqa: ANN401  # fields of ReplayConfig
+    """Two ranks whose device pools hold the longest prompt and little more: 8 blocks of 32 tokens, pages of 16."""
+    fields: dict[str, Any] = {
+        "layouts": ("identity", "cp_shared"),
+        "cp_size": 2,
+        "page_size": 16,
+        "block_tokens": 32,
+        "device_tokens": 384,
+        "host_ratio": 2.0,
+        **options,
+    }
+    return ReplayConfig(**fields)

@@ -177,7 +177,7 @@ class TestSplitAndTree(CacheTestCase):
         for tail in range(310, 316):  # one page each, for most of which there is room
             group.serve(chain(group.spec, *parent, tail))
             group.check()
-            self.assertEqual(group.agreed(lambda rank, tail=tail: node_of(rank, *parent, tail).host_len), 0)
+            self.assertEqual([node_of(rank, *parent, tail).host_len for rank in group.ranks], [0] * RANKS)
 
     @each_layout
     def test_23_completions_of_no_whole_page_make_no_node(self, layout: str) -> None:

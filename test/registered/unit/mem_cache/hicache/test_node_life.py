@@ -218,7 +218,6 @@ class TestLoadBack(CacheTestCase):
         group.settle()
         self.assertEqual(_start(group, 1, 2, 3).host_pages, 3)
 
-
     def test_a_load_of_a_node_deleted_after_the_match_is_recomputed(self) -> None:
         group = Group(CacheSpec(ranks=2))
         group.serve(chain(group.spec, 1, 2, 3))

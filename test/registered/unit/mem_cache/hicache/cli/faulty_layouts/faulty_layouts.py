@@ -27,7 +27,7 @@ class SwapsPages(CpSharedLayout):
     def plan_load(self, parts: Sequence[CpHiCacheNodeMetadata], slot_pages: PageArray) -> LoadPlan:
         plan = super().plan_load(parts, slot_pages)
         device_pages = plan.copies.device_pages()
-        device_pages[:2] = device_pages[:2][::-1]
+        device_pages[:2] = device_pages[:2][::-1].copy()
         return _loading(plan, plan.copies.host_pages(), device_pages)
 
 
@@ -50,6 +50,18 @@ class DealsByRank(CpSharedLayout):
 
     def chain_base(self, first_page: bytes, namespace: str) -> int:
         return (super().chain_base(first_page, namespace) + self.lane) % self.lane_count
+
+
+class OrdersByRank(CpSharedLayout):
+    """Exchanges the lanes of a chain's first two pages on rank 1: as many pages in each lane, but other slots."""
+
+    name = "orders_by_rank"
+
+    def extend_lanes(self, base: int, first_page: int, pages: int) -> LaneArray:
+        lanes = super().extend_lanes(base, first_page, pages)
+        if self.lane == 1 and first_page == 0:
+            lanes[:2] = lanes[:2][::-1].copy()
+        return lanes
 
 
 class BreaksOnRank1(CpSharedLayout):
