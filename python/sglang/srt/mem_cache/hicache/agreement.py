@@ -24,6 +24,10 @@ class Agreement(Protocol):
         """Element-wise minimum of `values` over the ranks; every rank calls it with the same length."""
         ...
 
+    def capacity(self, value: int) -> int:
+        """Smallest `value` of all ranks and pipeline stages: what the smallest of them can hold. For start-up."""
+        ...
+
 
 class RankAgreement:
     """Minimum of small integers over the ranks that share a tree.
@@ -62,6 +66,13 @@ class RankAgreement:
         if self._pp_group is not None:
             self._follow_first_stage(buffer, self._pp_group)
         return tuple(int(value) for value in buffer.tolist())
+
+    def capacity(self, value: int) -> int:
+        """See `Agreement.capacity`. Unlike `minimum`, later pipeline stages have a say."""
+        buffer = torch.tensor([value], dtype=torch.int64)
+        for group in (*self._groups, *([self._pp_group] if self._pp_group is not None else [])):
+            dist.all_reduce(buffer, op=dist.ReduceOp.MIN, group=group)
+        return int(buffer.item())
 
     def _follow_first_stage(self, buffer: torch.Tensor, group: dist.ProcessGroup) -> None:
         for earlier in self._sends:

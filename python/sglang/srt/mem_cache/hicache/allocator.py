@@ -136,9 +136,11 @@ class CPSharedPagedTokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
         return slot_pages
 
     def free_slot_pages(self, slot_pages: PageArray) -> None:
-        """Give pages back. `LayoutInvariantError`, with nothing freed, if one of them is not in use."""
+        """Give pages back. `LayoutInvariantError`, with nothing freed, if one is not in use or given twice."""
         if not len(slot_pages):
             return
+        if len(np.unique(slot_pages)) != len(slot_pages):
+            raise LayoutInvariantError(f"slot pages {slot_pages} are freed in one call, one of them twice")
         if not bool(self._used[slot_pages].all()):
             idle = slot_pages[~self._used[slot_pages]]
             raise LayoutInvariantError(f"slot pages {idle} are freed but not in use")

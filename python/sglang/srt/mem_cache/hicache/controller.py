@@ -97,7 +97,7 @@ class HiCacheController(SGLangHiCacheController, Generic[MetadataT]):
         self.l2_transfer_engine = self.transfer.engine
         self._queued_loads: list[_QueuedLoad] = []
         local_pages = self._local_free_pages()
-        (capacity_pages,) = agreement.minimum([local_pages])
+        capacity_pages = agreement.capacity(local_pages)
         self._surplus_pages = local_pages - capacity_pages
         self.ledger = HostLedger(lane_count=layout.lane_count, capacity_pages=capacity_pages)
 

@@ -144,7 +144,7 @@ class HiRadixCache(NoStorageTier, TieredRadixTree[MetadataT], Generic[MetadataT]
             if above.parent is None:
                 raise LayoutInvariantError(f"node {node.id} has no ancestor on the device")
             above = above.parent
-        if any(evicted.metadata is None for evicted in nodes):
+        if not nodes or any(evicted.metadata is None for evicted in nodes):
             return None
         host_hit_length = sum(evicted.host_len for evicted in nodes)
         locked = self._lock(above, 1)

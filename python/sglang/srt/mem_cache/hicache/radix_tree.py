@@ -297,24 +297,29 @@ class LayoutRadixTree(RadixCache, Generic[MetadataT]):
     ) -> DecLockRefResult:
         """Undo one `inc_lock_ref`. `delta` is the change of the evictable tokens (>= 0).
 
-        Raises `LayoutInvariantError`, with nothing changed above the node in question, if it is not locked.
+        Raises `LayoutInvariantError`, with nothing changed, if it is not locked or belongs to a tree before a reset.
         """
         return DecLockRefResult(delta=0 if self.disable else self._lock(node, -1))
 
     def _lock(self, node: LayoutTreeNode[MetadataT], step: int) -> int:
         before = self.evictable_size_
+        self._check_lock(node, step)
         while not node.is_root:
-            if node.lock_ref + step < 0:
-                raise LayoutInvariantError(f"node {node.id} is unlocked {-step} times but holds {node.lock_ref} locks")
             on_device = node.tokens if node.value is not None else 0
             self._count(node, -on_device)
             node.lock_ref += step
             self._count(node, on_device)
             self._refresh(node)
             node = _parent(node)
+        return self.evictable_size_ - before
+
+    def _check_lock(self, node: LayoutTreeNode[MetadataT], step: int) -> None:
+        while not node.is_root:
+            if node.lock_ref + step < 0:
+                raise LayoutInvariantError(f"node {node.id} is unlocked {-step} times but holds {node.lock_ref} locks")
+            node = _parent(node)
         if node is not self.root_node:
             raise LayoutInvariantError("a node of another tree was locked or unlocked; was the cache reset?")
-        return self.evictable_size_ - before
 
     # Eviction orders.
 

@@ -196,7 +196,7 @@ class TieredRadixTree(LayoutRadixTree[MetadataT], Generic[MetadataT]):
         self._evict(lambda _, freed: bool((freed >= short).all()))
 
     def make_device_room(self, lanes: LaneArray) -> None:
-        """Evict until each lane has room for `lanes`, or nothing if it cannot be made."""
+        """Evict until each lane has room for `lanes`; what was evicted stays so if it cannot be made."""
         self._make_device_room(lanes)
 
     def _evict(self, enough: Callable[[int, PageArray], bool]) -> int:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 _MODULES = ["_gloo_scenarios"]
 
 
-def tests_forking_context() -> ForkServerContext:
+def forking_context_for_tests() -> ForkServerContext:
     """The context of a fork server that has imported what any test's processes need; started on the first call.
 
     It must come before the first replay of the session, which would start the server for itself.

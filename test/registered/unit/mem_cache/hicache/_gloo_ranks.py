@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Self, TypeVar
 
 import torch
 import torch.distributed as dist
-from _fork_server import tests_forking_context
+from _fork_server import forking_context_for_tests
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -70,7 +70,7 @@ class GlooRanks:
 
     def __init__(self, size: int) -> None:
         self._size = size
-        self._context = tests_forking_context()
+        self._context = forking_context_for_tests()
         self._start()
 
     def __enter__(self) -> Self:

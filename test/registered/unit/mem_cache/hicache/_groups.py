@@ -62,6 +62,10 @@ class Seat:
         """See `Agreement`."""
         return self.lockstep.answer(self.rank, values)
 
+    def capacity(self, value: int) -> int:
+        """See `Agreement`."""
+        return self.minimum([value])[0]
+
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Request:

@@ -30,6 +30,7 @@ CHAINS = st.builds(
 )
 COUNTS = st.integers(1, 6)
 MAX_RUNNING = 3
+MAX_CHAIN = 8
 
 
 class CacheMachine(RuleBasedStateMachine):
@@ -42,7 +43,7 @@ class CacheMachine(RuleBasedStateMachine):
         policy=st.sampled_from(get_args(WritePolicy)),
         eviction=st.sampled_from(["lru", "lfu", "slru", "priority"]),
         room=st.integers(6, 14),
-        host=st.integers(3, 20),
+        host=st.sampled_from([3, 4, 5, 8, 12, 20]),
         threshold=st.integers(1, 2),
     )
     def build(self, ranks: int, policy: WritePolicy, eviction: str, room: int, host: int, threshold: int) -> None:
@@ -161,6 +162,19 @@ class CacheMachine(RuleBasedStateMachine):
         if ends:
             self._all_copies_end()
             self.settle()
+
+    @precondition(lambda self: self.model.host - self.model.device)
+    @rule(data=st.data())
+    def start_on_the_host(self, data: st.DataObject) -> None:
+        """A request for what has left the device."""
+        self.start(data.draw(st.sampled_from(sorted(self.model.host - self.model.device, key=repr))), None)
+
+    @precondition(lambda self: any(len(page) < MAX_CHAIN for page in self.model.device))
+    @rule(data=st.data(), page=st.integers(0, 1))
+    def serve_below(self, data: st.DataObject, page: int) -> None:
+        """A request that goes on where an earlier one has ended."""
+        known = sorted((known for known in self.model.device if len(known) < MAX_CHAIN), key=repr)
+        self.serve((*data.draw(st.sampled_from(known)), page), False)
 
     # The tree alone.
 

@@ -237,6 +237,10 @@ class Told:
         assert len(values) == len(self._decision)
         return self._decision
 
+    def capacity(self, value: int) -> int:
+        """See `Agreement`."""
+        return value
+
 
 def _load(group: Group, pages: Sequence[int], quota_pages: int | None) -> int:
     """Match and load back on every rank, without starting the copies; the pages that came."""

@@ -154,18 +154,19 @@ class TestSplitAndTree(CacheTestCase):
 
     @each_layout
     def test_21_the_parts_of_a_split_node_come_back_as_the_whole(self, layout: str) -> None:
-        for cut in (1, 2, 3):
+        every = tuple(range(1, 9))  # two pages for each of four owners
+        for cut in range(1, 8):
             group = Group(fault_spec(layout))
-            group.serve(chain(group.spec, 1, 2, 3, 4))
-            whole = group.each(lambda rank: _metadata(rank, 1, 2, 3, 4).host_pages.tolist())
+            group.serve(chain(group.spec, *every))
+            whole = group.each(lambda rank: _metadata(rank, *every).host_pages.tolist())
             group.evict_all()
-            group.abort(begin(group, *range(1, cut + 1)))
+            group.abort(begin(group, *every[:cut]))
             for rank, pages in zip(group.ranks, whole, strict=True):
-                upper, lower = _metadata(rank, *range(1, cut + 1)), _metadata(rank, 1, 2, 3, 4)
+                upper, lower = _metadata(rank, *every[:cut]), _metadata(rank, *every)
                 self.assertEqual([*upper.host_pages.tolist(), *lower.host_pages.tolist()], pages)
-                self.assertEqual((upper.logical_len, lower.logical_len), (cut * 4, 16 - cut * 4))
+                self.assertEqual((upper.logical_len, lower.logical_len), (cut * 4, 32 - cut * 4))
             group.settle()
-            self.assertEqual(begin(group, 1, 2, 3, 4).prefix_pages, 4)
+            self.assertEqual(begin(group, *every).prefix_pages, 8)
             group.check()
 
     @each_layout

@@ -11,7 +11,7 @@ from _groups import Group, Request
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InitLoadBackParams, InsertParams, MatchPrefixParams
 from sglang.test.ci.ci_register import register_cpu_ci
 
-from sglang.srt.mem_cache.layouts import CpHiCacheNodeMetadata
+from sglang.srt.mem_cache.layouts import CpHiCacheNodeMetadata, LayoutInvariantError
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.hicache.tree_node import LayoutTreeNode
@@ -228,6 +228,33 @@ class TestLoadBack(CacheTestCase):
             loaded, last = rank.cache.init_load_back(InitLoadBackParams(best_match_node=node, host_hit_length=12))
             self.assertEqual((len(loaded), last), (0, rank.cache.root_node))
         group.check()
+
+    def test_a_load_of_what_is_on_the_device_returns_none_and_locks_nothing(self) -> None:
+        group = Group(CacheSpec(ranks=2))
+        group.serve(chain(group.spec, 1, 2, 3))
+        for rank in group.ranks:
+            (node,) = rank.nodes()
+            self.assertIsNone(rank.cache.load_back(node))
+            self.assertIsNone(rank.cache.load_back(rank.cache.root_node))
+            self.assertEqual((node.lock_ref, rank.cache.root_node.lock_ref), (0, 1))
+        group.check()
+
+
+class TestStaleNodes(CacheTestCase):
+    def test_unlocking_a_node_of_before_a_reset_raises_and_leaves_the_new_tree_as_it_is(self) -> None:
+        for step in ("dec_lock_ref", "inc_lock_ref"):
+            group = Group(CacheSpec(ranks=2))
+            group.serve(chain(group.spec, 1, 2, 3))
+            for rank in group.ranks:
+                (stale,) = rank.nodes()
+                rank.cache.inc_lock_ref(stale)
+                rank.cache.reset()
+                rank.allocator.clear()
+                with self.assertRaisesRegex(LayoutInvariantError, "another tree"):
+                    getattr(rank.cache, step)(stale)
+                self.assertEqual((rank.cache.evictable_size_, rank.cache.protected_size_), (0, 0))
+                self.assertEqual(len(rank.cache.device_order), 0)
+            group.check()
 
 
 class TestHostEviction(CacheTestCase):

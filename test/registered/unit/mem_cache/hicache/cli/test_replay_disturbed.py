@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from _fork_server import tests_forking_context
+from _fork_server import forking_context_for_tests
 from _replays import conversations, make_trace, rank_processes, small_config, without_progress, write_trace
 from sglang.test.ci.ci_register import register_cpu_ci
 
@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
 
 @pytest.fixture(scope="module", autouse=True)
 def _fork_server() -> None:
-    tests_forking_context()
+    forking_context_for_tests()
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from _fork_server import tests_forking_context
+from _fork_server import forking_context_for_tests
 from _replays import (
     FAULTY_LAYOUTS,
     conversations,
@@ -62,7 +62,7 @@ ISSUE_KEYS = {
 
 @pytest.fixture(scope="module", autouse=True)
 def _fork_server() -> None:
-    tests_forking_context()
+    forking_context_for_tests()
 
 
 def _dsa_config(**options: Any) -> ReplayConfig:  # noqa: ANN401  # fields of ReplayConfig

@@ -11,11 +11,12 @@ import warnings
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from sglang.srt.mem_cache.hicache.cli.ranks.messages import Done, Failed, Logged, Message, RankOrder
+from sglang.srt.mem_cache.hicache.cli.ranks.messages import Alive, Done, Failed, Logged, Message, RankOrder
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
+BEAT_SECONDS = 2.0
 _AGREEMENT = "sglang.srt.mem_cache.hicache.agreement"
 
 
@@ -27,6 +28,7 @@ def start_rank(order: RankOrder, pipe: Connection, lifeline: Connection) -> None
     """
     threading.Thread(target=_end_with, args=(lifeline,), daemon=True).start()
     outbox = Outbox(pipe)
+    threading.Thread(target=_beat, args=(outbox, order.peer_seconds), daemon=True).start()
     forward_log(outbox)
     try:
         silence_expected_warnings()
@@ -41,6 +43,13 @@ def _end_with(lifeline: Connection) -> None:
     with suppress(EOFError, OSError):
         lifeline.recv_bytes()
     os._exit(1)
+
+
+def _beat(outbox: Outbox, peer_seconds: float) -> None:
+    """Say again and again that this process runs. One that is stopped says nothing."""
+    pause = threading.Event()
+    while not pause.wait(min(BEAT_SECONDS, peer_seconds / 3)):
+        outbox.send(Alive())
 
 
 class Outbox:

@@ -70,8 +70,13 @@ class Failed:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Alive:
+    """The rank's process runs, whatever its work is doing."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Done:
     """The rank has done its part and is about to end."""
 
 
-Message: TypeAlias = Progress | Logged | Finished | Failed | Done
+Message: TypeAlias = Progress | Alive | Logged | Finished | Failed | Done

@@ -12,6 +12,7 @@ import multiprocessing as mp
 import os
 import signal
 import tempfile
+import threading
 import time
 from contextlib import contextmanager
 from multiprocessing import forkserver, resource_tracker
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING
 
 from sglang.srt.mem_cache.hicache.cli.ranks.launch import start_rank
 from sglang.srt.mem_cache.hicache.cli.ranks.messages import (
+    Alive,
     Failed,
     Finished,
     Logged,
@@ -42,6 +44,8 @@ PEER_SECONDS = 120.0
 """A rank that waits longer than this for another one within a collective fails."""
 
 _END_SECONDS = 5.0
+_LISTEN_SECONDS = 1.0
+_START_SECONDS = 120.0  # SGLang's import, before a rank can say anything
 _BLAME_SECONDS = 5.0  # after a rank has waited for its peers in vain: time for the others to say why
 
 logger = logging.getLogger(__name__)
@@ -61,10 +65,24 @@ def run_job(
     an error, an interrupt included.
     """
     with (
+        _termination_as_interrupt(),
         tempfile.TemporaryDirectory(prefix="kvlayouts-") as folder,
         _ranks(job, ranks, Path(folder), peer_seconds) as processes,
     ):
-        return _Listener(processes, on_progress).listen()
+        return _Listener(processes, on_progress, peer_seconds).listen()
+
+
+@contextmanager
+def _termination_as_interrupt() -> Iterator[None]:
+    """SIGTERM ends the ranks and removes their folder as Ctrl-C does. Off the main thread it stays as it is."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 class _Rank:
@@ -142,7 +160,18 @@ def forking_context(*modules: str) -> ForkServerContext:
 
 
 def _end(ranks: list[_Rank]) -> None:
-    """Ranks end with the lifeline; those that cannot, since they are stopped or stuck, are killed."""
+    """Ranks end with the lifeline; those that cannot, since they are stopped or stuck, are killed.
+
+    Another interrupt waits until that is done.
+    """
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT, signal.SIGTERM])
+    try:
+        _join_or_kill(ranks)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+
+
+def _join_or_kill(ranks: list[_Rank]) -> None:
     deadline = time.monotonic() + _END_SECONDS
     for rank in ranks:
         rank.process.join(max(0.0, deadline - time.monotonic()))
@@ -155,8 +184,10 @@ def _end(ranks: list[_Rank]) -> None:
 class _Listener:
     """Collects what the ranks say."""
 
-    def __init__(self, ranks: list[_Rank], on_progress: Callable[[str, int], None]) -> None:
+    def __init__(self, ranks: list[_Rank], on_progress: Callable[[str, int], None], peer_seconds: float) -> None:
         self._ranks = ranks
+        self._silence_seconds = peer_seconds + _BLAME_SECONDS  # peers that wait in a collective speak up before
+        self._silent_from = {rank.number: time.monotonic() + _START_SECONDS for rank in ranks}
         self._on_progress = on_progress
         self._listening = {rank.pipe: rank for rank in ranks}
         self._finished: dict[int, dict[str, Finished]] = {rank.number: {} for rank in ranks}
@@ -166,7 +197,8 @@ class _Listener:
     def listen(self) -> dict[int, dict[str, Finished]]:
         """Every rank's reports by layout, once all ranks are done. Raises `RankError` if one fails."""
         while self._listening and not self._failed:
-            self._hear(None)
+            self._hear(_LISTEN_SECONDS)
+            self._notice_silence()
         if not self._failed:
             return self._finished
         deadline = time.monotonic() + _BLAME_SECONDS
@@ -178,16 +210,25 @@ class _Listener:
         for ready in wait(list(self._listening), timeout):
             rank = next(rank for pipe, rank in self._listening.items() if pipe is ready)
             message = rank.receive()
+            self._silent_from[rank.number] = time.monotonic()
             if isinstance(message, Progress):
                 self._on_progress(message.label, message.done)
             elif isinstance(message, Logged):
                 self._log(rank, message)
+            elif isinstance(message, Alive):
+                pass
             elif isinstance(message, Finished):
                 self._finished[rank.number][message.label] = message
             else:
                 del self._listening[rank.pipe]
                 if isinstance(message, Failed):
                     self._failed[rank.number] = message
+
+    def _notice_silence(self) -> None:
+        for rank in self._listening.values():
+            if time.monotonic() - self._silent_from[rank.number] > self._silence_seconds:
+                error = f"its process has said nothing for {self._silence_seconds:.0f} s; it is stopped or stuck"
+                self._failed[rank.number] = Failed(error=error, details="")
 
     def _log(self, rank: _Rank, message: Logged) -> None:
         """All ranks come to the same places again and again: say it once."""

@@ -25,6 +25,8 @@ TRACE_BLOCK_TOKENS: Final = 512
 MAX_CP_SIZE: Final = 64
 MAX_PAGE_SIZE_TOKENS: Final = 1024
 MAX_HOST_RATIO: Final = 1000.0
+MAX_DEVICE_TOKENS: Final = 2**28
+"""More than any GPU holds; each token takes kilobytes on every rank."""
 MAX_SEED: Final = 2**32 - 1
 DSA_PAGE_SIZE_TOKENS: Final = 64
 """The only page size that SGLang's DSA pool accepts."""
@@ -75,6 +77,7 @@ class ReplayConfig:
         self._check_sizes()
 
     def _check_sizes(self) -> None:
+        check_range("--device-tokens", self.device_tokens, 1, MAX_DEVICE_TOKENS)
         if self.device_tokens < self.page_size or self.device_tokens % self.page_size:
             raise ReplayInputError(
                 f"--device-tokens {self.device_tokens}: must be a positive multiple of --page-size {self.page_size}"
