@@ -49,6 +49,10 @@ class Alone:
         """The values, which are equal on all ranks."""
         return tuple(values)
 
+    def capacity(self, value: int) -> int:
+        """The value, which is equal on all ranks."""
+        return value
+
 
 def make_cache(layout_name: str, rank: int, ranks: int, policy: str) -> HiRadixCache[Any]:
     """One rank's cache on small MLA pools."""

@@ -1,7 +1,7 @@
 """`kvlayouts`: the command line.
 
 Exit status: 0; 1 for a mismatch, ranks that disagree or a run that failed; 2 for bad input. Bad input and failed runs
-end with one line on stderr. Nothing here imports PyTorch or SGLang before the input is known to be good; where the SGLang
+end with one line on stderr. Nothing here imports PyTorch or SGLang before the input is known to be good; where SGLang's
 wheel is installed, its own package loads both as soon as this module is found in it.
 """
 
