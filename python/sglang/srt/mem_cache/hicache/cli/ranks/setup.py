@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 
 from sglang.srt.mem_cache.hicache.cpu.support import install_cpu_support
-from sglang.srt.mem_cache.hicache.radix_cache import HiRadixCache  # noqa: F401  # imported once, by the fork server
 from sglang.srt.mem_cache.hicache.runtime import standalone_runtime
 
 if TYPE_CHECKING:

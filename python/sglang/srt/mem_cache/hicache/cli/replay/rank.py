@@ -10,27 +10,25 @@ asks which strategy that is.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from sglang.srt.mem_cache.base_prefix_cache import InitLoadBackParams, InsertParams, MatchPrefixParams
-from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
-from sglang.srt.mem_cache.hicache.allocator import CPSharedPagedTokenToKVPoolAllocator
+from sglang.srt.mem_cache.hicache.cli.ranks.cache import LAYERS, build_rank_cache
 from sglang.srt.mem_cache.hicache.cli.replay.content import KVContent, Words, prefix_sums
 from sglang.srt.mem_cache.hicache.cli.replay.messages import RankReport
 from sglang.srt.mem_cache.hicache.cli.replay.results import HitSeriesRecorder
 from sglang.srt.mem_cache.hicache.cli.replay.trace import token_ids
-from sglang.srt.mem_cache.hicache.device_pools import DsaGeometry, Geometry, MhaGeometry, MlaGeometry, build_device_pool
+from sglang.srt.mem_cache.hicache.device_pools import DsaGeometry, Geometry, MhaGeometry, MlaGeometry
 from sglang.srt.mem_cache.hicache.device_pools import bytes_of as device_bytes_of
 from sglang.srt.mem_cache.hicache.digest import tree_digest
 from sglang.srt.mem_cache.hicache.host_pools import host_bytes_of
-from sglang.srt.mem_cache.hicache.radix_cache import HiRadixCache
-from sglang.srt.mem_cache.hicache.settings import HiCacheSettings, ShardGroup
-from sglang.srt.mem_cache.layouts import GroupKind, LayoutConfig, PoolKind, create_layout
+from sglang.srt.mem_cache.hicache.settings import HiCacheSettings
+from sglang.srt.mem_cache.layouts import LayoutConfig, PoolKind
 from sglang.srt.mem_cache.layouts.errors import LayoutInvariantError
 from sglang.srt.mem_cache.layouts.pages import PageArray, pages_of_tokens
 
@@ -40,7 +38,6 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.hicache.cli.replay.results import ReplayConfig
     from sglang.srt.mem_cache.hicache.cli.replay.trace import Trace, TraceRequest
 
-LAYERS = 2
 CHECKPOINTS = 16
 SAMPLED_ONE_IN = 16
 GEOMETRIES: dict[PoolKind, Geometry] = {
@@ -55,40 +52,17 @@ class RankReplay:
 
     def __init__(self, config: ReplayConfig, layout_name: str, rank: int) -> None:
         self._config = config
-        kind = PoolKind(config.pool)
-        self.device_pool = build_device_pool(
-            kind,
-            tokens=config.device_tokens,
-            page_size=config.page_size,
-            layers=LAYERS,
-            geometry=GEOMETRIES[kind],
-        )
-        self.layout = create_layout(
-            LayoutConfig(name=layout_name, page_size=config.page_size, shard_size=config.cp_size, shard_rank=rank)
-        )
-        self.allocator = CPSharedPagedTokenToKVPoolAllocator(
-            layout=self.layout,
-            physical_size=config.device_tokens,
-            dtype=self.device_pool.dtype,
-            device="cpu",
-            kvcache=self.device_pool,
-        )
-        params = CacheInitParams(
-            disable=False,
-            req_to_token_pool=None,
-            token_to_kv_pool_allocator=self.allocator,
-            page_size=config.page_size,
-            tp_cache_group=dist.group.WORLD,
-            eviction_policy=config.eviction_policy,
-        )
-        self.cache: HiRadixCache[Any] = HiRadixCache(
-            params,
-            layout=self.layout,
+        built = build_rank_cache(
+            LayoutConfig(name=layout_name, page_size=config.page_size, shard_size=config.cp_size, shard_rank=rank),
+            geometry=GEOMETRIES[PoolKind(config.pool)],
+            rank_tokens=config.device_tokens,
             settings=HiCacheSettings(
                 write_policy=config.policy, mem_layout=config.host_layout, host_ratio=config.host_ratio
             ),
-            group=ShardGroup(kind=GroupKind.ATTENTION_CP, size=config.cp_size, rank=rank),
+            eviction_policy=config.eviction_policy,
         )
+        self.device_pool, self.layout = built.device_pool, built.layout
+        self.allocator, self.cache = built.allocator, built.cache
         self._content = KVContent(self.device_pool, page_size=config.page_size, seed=config.seed)
         self._sampler = np.random.default_rng(config.seed)
         self._totals = [0, 0, 0]

@@ -9,26 +9,24 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import torch
 import torch.distributed as dist
-from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 
-from sglang.srt.mem_cache.hicache.allocator import CPSharedPagedTokenToKVPoolAllocator
+from sglang.srt.mem_cache.hicache.cli.ranks.cache import build_rank_cache
 from sglang.srt.mem_cache.hicache.cli.ranks.messages import Finished, Progress
 from sglang.srt.mem_cache.hicache.cli.ranks.setup import joined_group
 from sglang.srt.mem_cache.hicache.cli.replay.content import KVContent
 from sglang.srt.mem_cache.hicache.cli.soak.config import SoakReport, repeat_command
 from sglang.srt.mem_cache.hicache.cli.soak.rank import SoakRank, drain
-from sglang.srt.mem_cache.hicache.device_pools import DsaGeometry, Geometry, MhaGeometry, MlaGeometry, build_device_pool
+from sglang.srt.mem_cache.hicache.device_pools import DsaGeometry, Geometry, MhaGeometry, MlaGeometry
 from sglang.srt.mem_cache.hicache.digest import tree_digest
-from sglang.srt.mem_cache.hicache.radix_cache import HiRadixCache
-from sglang.srt.mem_cache.hicache.settings import HiCacheSettings, ShardGroup
-from sglang.srt.mem_cache.layouts import GroupKind, LayoutConfig, PoolKind, create_layout
+from sglang.srt.mem_cache.hicache.settings import HiCacheSettings
+from sglang.srt.mem_cache.layouts import LayoutConfig, PoolKind, create_layout
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.hicache.cli.ranks.launch import Outbox
     from sglang.srt.mem_cache.hicache.cli.ranks.messages import RankOrder
     from sglang.srt.mem_cache.hicache.cli.soak.config import SoakConfig
+    from sglang.srt.mem_cache.hicache.radix_cache import HiRadixCache
 
-LAYERS = 2
 WARM_UP_CHECKS = 5
 """Checks after which memory counts as warm: the start of `rss_growth`."""
 
@@ -122,29 +120,15 @@ class _Soak:
 
 
 def _build(config: SoakConfig, rank: int) -> tuple[HiRadixCache[Any], KVContent]:
-    kind, page_size = PoolKind(config.pool), config.page_size
-    layout = create_layout(
-        LayoutConfig(name=config.layout, page_size=page_size, shard_size=config.ranks, shard_rank=rank)
-    )
-    rank_tokens = max(1, config.logical_pages // layout.lane_count) * page_size
-    pool = build_device_pool(kind, tokens=rank_tokens, page_size=page_size, layers=LAYERS, geometry=GEOMETRIES[kind])
-    allocator = CPSharedPagedTokenToKVPoolAllocator(
-        layout=layout, physical_size=rank_tokens, dtype=pool.dtype, device="cpu", kvcache=pool
-    )
-    params = CacheInitParams(
-        disable=False,
-        req_to_token_pool=None,
-        token_to_kv_pool_allocator=allocator,
-        page_size=page_size,
-        tp_cache_group=dist.group.WORLD,
-        eviction_policy=config.eviction_policy,
-    )
-    cache: HiRadixCache[Any] = HiRadixCache(
-        params,
-        layout=layout,
+    choice = LayoutConfig(name=config.layout, page_size=config.page_size, shard_size=config.ranks, shard_rank=rank)
+    rank_pages = max(1, config.logical_pages // create_layout(choice).lane_count)
+    built = build_rank_cache(
+        choice,
+        geometry=GEOMETRIES[PoolKind(config.pool)],
+        rank_tokens=rank_pages * config.page_size,
         settings=HiCacheSettings(
             write_policy=config.policy, mem_layout=config.host_layout, host_ratio=config.host_ratio
         ),
-        group=ShardGroup(kind=GroupKind.ATTENTION_CP, size=config.ranks, rank=rank),
+        eviction_policy=config.eviction_policy,
     )
-    return cache, KVContent(pool, page_size=page_size, seed=config.seed)
+    return built.cache, KVContent(built.device_pool, page_size=config.page_size, seed=config.seed)
