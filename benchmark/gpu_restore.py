@@ -67,6 +67,10 @@ class Alone:
         """The values."""
         return tuple(values)
 
+    def capacity(self, value: int) -> int:
+        """See `Agreement`."""
+        return value
+
 
 class Restore:
     """Rank 0 of `shards`, with the whole prefix in its tree and its own share of the rows."""

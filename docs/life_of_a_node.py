@@ -42,6 +42,10 @@ class AllAlike:
         """See `Agreement`."""
         return tuple(values)
 
+    def capacity(self, value: int) -> int:
+        """See `Agreement`."""
+        return value
+
 
 def make_rank(rank: int) -> HiRadixCache[Any]:
     """One rank's cache with its device pool, allocator, controller and host pool."""

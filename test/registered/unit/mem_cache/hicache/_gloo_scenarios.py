@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch.distributed as dist
 from _caches import Rank, chain, make_allocator, make_device_pool, make_layout, make_params, page_views
 from _gloo_traffic import RankTraffic, TrafficReport
 from _groups import chain_lanes, pages_of
@@ -175,6 +176,17 @@ def lagging_ranks(world: World, spec: CacheSpec, *, nodes: int) -> Lag:
 
 
 # What a scheduler does, one request at a time.
+
+
+def two_stages(world: World, *, capacities: list[int], ready: list[int]) -> tuple[int, tuple[int, ...]]:
+    """Two pipeline stages of two ranks, the rows of the grid; what they agree on as capacity and as ready counts."""
+    assert world.row is not None
+    agreement = RankAgreement([world.row], pp_group=world.column, pp_rank=world.number // 2, pp_size=2)
+    capacity = agreement.capacity(capacities[world.number])
+    agreement.minimum([0])  # the sends of one turn are waited for in the next
+    agreed = agreement.minimum([ready[world.number], 5])
+    dist.barrier(group=world.group)  # the last send lives as long as the agreement
+    return capacity, agreed
 
 
 def serve(rank: Rank, tokens: array[int]) -> None:

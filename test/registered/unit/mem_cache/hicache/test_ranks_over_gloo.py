@@ -18,6 +18,7 @@ from _gloo_scenarios import (
     one_page_nodes,
     random_traffic,
     round_trip,
+    two_stages,
 )
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.test_utils import CustomTestCase
@@ -73,6 +74,10 @@ class TestRanksOverGloo(CustomTestCase):
         reports = self._drive(4, _spec(ranks=2), steps=300, seed=8, grid=True)
         for report in reports:
             self.assertEqual(report.collectives, {(0, 1, 1)})
+
+    def test_pipeline_stages_share_the_smallest_capacity_and_later_ones_follow_the_first(self) -> None:
+        agreed = self.ranks.run(4, two_stages, capacities=[40, 30, 20, 10], ready=[3, 2, 9, 0])
+        self.assertEqual(agreed, [(10, (2, 5))] * 4)
 
     # Bytes.
 

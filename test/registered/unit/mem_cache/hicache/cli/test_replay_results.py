@@ -35,6 +35,7 @@ BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"seed": -1}, "--seed -1: must be between 0 and 4294967295"),
     ({"device_tokens": 0}, "--device-tokens 0: must be a positive multiple of --page-size 64"),
     ({"device_tokens": -64}, "--device-tokens -64: must be a positive multiple"),
+    ({"device_tokens": 2**40}, "--device-tokens 1099511627776: must be between 1 and 268435456"),
     ({"device_tokens": 1000}, "--device-tokens 1000: must be a positive multiple of --page-size 64"),
     ({"host_ratio": 0.0}, "--host-ratio 0: must be above 0 and at most 1000"),
     ({"host_ratio": float("nan")}, "--host-ratio nan: must be above 0"),

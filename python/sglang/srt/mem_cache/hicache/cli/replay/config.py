@@ -77,11 +77,11 @@ class ReplayConfig:
         self._check_sizes()
 
     def _check_sizes(self) -> None:
-        check_range("--device-tokens", self.device_tokens, 1, MAX_DEVICE_TOKENS)
         if self.device_tokens < self.page_size or self.device_tokens % self.page_size:
             raise ReplayInputError(
                 f"--device-tokens {self.device_tokens}: must be a positive multiple of --page-size {self.page_size}"
             )
+        check_range("--device-tokens", self.device_tokens, 1, MAX_DEVICE_TOKENS)
         check_host_ratio(self.host_ratio)
         if self.host_pages < 1:
             needed = self.page_size / self.device_tokens
