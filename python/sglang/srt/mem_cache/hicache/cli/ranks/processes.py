@@ -162,13 +162,18 @@ def forking_context(*modules: str) -> ForkServerContext:
 def _end(ranks: list[_Rank]) -> None:
     """Ranks end with the lifeline; those that cannot, since they are stopped or stuck, are killed.
 
-    Another interrupt waits until that is done.
+    Another interrupt is ignored meanwhile: it asks for what is being done.
     """
-    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT, signal.SIGTERM])
+    if threading.current_thread() is not threading.main_thread():
+        _join_or_kill(ranks)
+        return
+    # Blocking the signals would not do: another thread would take them, and Python raises in this one.
+    handlers = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         _join_or_kill(ranks)
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 def _join_or_kill(ranks: list[_Rank]) -> None:
