@@ -169,7 +169,7 @@ class HiRadixCache(NoStorageTier, TieredRadixTree[MetadataT], Generic[MetadataT]
             self._refresh(node)
         slot_pages = self.cache_controller.load(parts, node_id=load_id)
         if slot_pages is None:
-            self._make_device_room(self.layout.load_lanes(parts))
+            self.make_device_room(self.layout.load_lanes(parts))
             slot_pages = self.cache_controller.load(parts, node_id=load_id)
         if slot_pages is None:
             logger.warning(

@@ -181,11 +181,11 @@ class TieredRadixTree(LayoutRadixTree[MetadataT], Generic[MetadataT]):
 
     def alloc_slots(self, lanes: LaneArray) -> PageArray | None:
         """Logical pages in the lanes asked for, evicting until each lane has room, or None if it cannot be made."""
-        self._make_device_room(lanes)
+        self.make_device_room(lanes)
         return self.slots.alloc_lanes(lanes)
 
-    def _make_device_room(self, lanes: LaneArray) -> None:
-        """Evict until each lane has room for `lanes`.
+    def make_device_room(self, lanes: LaneArray) -> None:
+        """Evict until each lane has room for `lanes`; what was evicted stays so if it cannot be made.
 
         If one lane is beyond help while all lanes together could serve, nothing is evicted: it would be in vain.
         """
@@ -194,10 +194,6 @@ class TieredRadixTree(LayoutRadixTree[MetadataT], Generic[MetadataT]):
         if in_vain and int(short.sum()) <= int(self.evictable_lane_pages.sum()):
             return
         self._evict(lambda _, freed: bool((freed >= short).all()))
-
-    def make_device_room(self, lanes: LaneArray) -> None:
-        """Evict until each lane has room for `lanes`; what was evicted stays so if it cannot be made."""
-        self._make_device_room(lanes)
 
     def _evict(self, enough: Callable[[int, PageArray], bool]) -> int:
         """Evict in order until ``enough(logical tokens, pages freed in each lane)``; returns the tokens."""

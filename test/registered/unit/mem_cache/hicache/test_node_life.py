@@ -219,7 +219,7 @@ class TestLoadBack(CacheTestCase):
         self.assertEqual(_start(group, 1, 2, 3).host_pages, 3)
 
     def test_a_load_of_a_node_deleted_after_the_match_is_recomputed(self) -> None:
-        group = Group(CacheSpec(ranks=2))
+        group = Group(CacheSpec(ranks=2, load_back_pages=0))
         group.serve(chain(group.spec, 1, 2, 3))
         for rank in group.ranks:
             rank.cache.evict(EvictParams(num_tokens=12))
@@ -230,7 +230,7 @@ class TestLoadBack(CacheTestCase):
         group.check()
 
     def test_a_load_of_what_is_on_the_device_returns_none_and_locks_nothing(self) -> None:
-        group = Group(CacheSpec(ranks=2))
+        group = Group(CacheSpec(ranks=2, load_back_pages=0))
         group.serve(chain(group.spec, 1, 2, 3))
         for rank in group.ranks:
             (node,) = rank.nodes()

@@ -76,6 +76,16 @@ class TestPagesByLane(CacheTestCase):
         with self.assertRaisesRegex(LayoutInvariantError, r"outside \[0, 2\]"):
             _make_allocator(CacheSpec(ranks=3)).alloc_lanes(_lanes([3]))
 
+    def test_a_page_given_twice_in_one_call_raises_and_frees_nothing(self) -> None:
+        allocator = _make_allocator(CacheSpec(ranks=3))
+        pages = allocator.alloc_lanes(_lanes([0, 1, 2]))
+        assert pages is not None
+        room = allocator.room_pages().tolist()
+        with self.assertRaisesRegex(LayoutInvariantError, "one of them twice"):
+            allocator.free_slot_pages(pages[[0, 1, 1]])
+        self.assertEqual(allocator.room_pages().tolist(), room)
+        allocator.free_slot_pages(pages)
+
     def test_freeing_twice_raises_and_frees_nothing(self) -> None:
         allocator = _make_allocator(CacheSpec(ranks=3))
         pages = allocator.alloc_lanes(_lanes([0, 1, 2]))
