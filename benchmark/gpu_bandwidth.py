@@ -1,7 +1,8 @@
 """Backup and load bandwidth of SGLang's engine and of ours, beside the ceiling of the link, in one run.
 
-Every round measures the ceiling each way, then every version once in each direction; the table shows medians. Times
-are the device's own, between the events of the transfer's acknowledgement; "submit" is what the calling thread spends.
+Every round measures the ceiling each way, then every version once in each direction; the table shows medians. "of
+ceiling" takes the device's own time, between the events of the transfer's acknowledgement; "wall" the time from the
+call to the end of the copy, submission included; "submit" is what the calling thread spends.
 A load records an event after each layer, as a forward pass needs it; "load, one step" moves all layers at once.
 
     python3 benchmark/gpu_bandwidth.py [--rounds 7] [--pools mla_bf16,dsa_fp8,dsa_bf16] [--runs 1,4,16,64] [--sweep]
@@ -15,11 +16,10 @@ import statistics
 import time
 import traceback
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
-from bulk_kernel import BulkKernel
 from gpu_common import (
     PAGE_SIZE,
     POISON,
@@ -108,7 +108,7 @@ def _our_version(
         before, after = timing_event(), timing_event()
         with torch.cuda.stream(stream):
             before.record()
-            copier.enqueue(plan, [slice(0, device_pool.layer_num)], to_device=True, stream=stream, producer=None)
+            copier.enqueue(copier.divide(plan), to_device=True, stream=stream)
             after.record()
         return TransferCompletion(before, after, True)
 
@@ -161,14 +161,27 @@ def sglang_version(host_pool: AnyHostPool, device_pool: KVCache, io_backend: str
     )
 
 
-def timed(operation: Callable[[CopyPlan], TransferCompletion], plan: CopyPlan) -> tuple[float, float]:
-    """Milliseconds on the device and on this thread."""
+class Sample(NamedTuple):
+    """Milliseconds between the events, from the call to the end, and on this thread."""
+
+    device_ms: float
+    wall_ms: float
+    submit_ms: float
+
+
+def timed(operation: Callable[[CopyPlan], TransferCompletion], plan: CopyPlan) -> Sample:
+    """One copy."""
     torch.cuda.synchronize()
     started = time.perf_counter()
     completion = operation(plan)
     submitted = time.perf_counter()
     torch.cuda.synchronize()
-    return completion.start_event.elapsed_time(completion.finish_event), (submitted - started) * 1e3
+    ended = time.perf_counter()
+    return Sample(
+        device_ms=completion.start_event.elapsed_time(completion.finish_event),
+        wall_ms=(ended - started) * 1e3,
+        submit_ms=(submitted - started) * 1e3,
+    )
 
 
 def check(version: Version, plan: CopyPlan, content: PageContent, device_pool: KVCache, host_pool: AnyHostPool) -> str:
@@ -243,8 +256,7 @@ def untouched_pages_changed(content: PageContent, plan: CopyPlan) -> int:
 KERNEL_SHAPES = [(4, 32, 64), (8, 32, 64), (16, 32, 64), (16, 16, 32), (32, 16, 32), (32, 8, 16), (64, 8, 16)]
 KERNEL_SHAPES += [(32, 4, 16), (132, 4, 8)]
 """Programs, warps, KiB of a chunk."""
-BULK_SHAPES = [(2, 8, 24), (4, 8, 24), (8, 8, 24), (8, 8, 16), (16, 8, 16), (4, 4, 48), (16, 8, 24)]
-"""Blocks, stages, KiB of a stage."""
+THRESHOLDS_KIB = (64, 128, 256, 1024)
 
 
 def recipes(sweep: bool) -> dict[str, Recipe]:
@@ -256,18 +268,11 @@ def recipes(sweep: bool) -> dict[str, Recipe]:
     }
     for programs, warps, kib in KERNEL_SHAPES if sweep else []:
         shape = KernelShape(programs=programs, warps=warps, chunk_bytes=kib << 10)
-        found[f"kernel {programs}x{warps}w {kib}K"] = _one_shape(shape, None)
-    for blocks, stages, kib in BULK_SHAPES if sweep else []:
-        try:
-            bulk = BulkKernel(stages=stages, chunk_bytes=kib << 10)
-            found[f"bulk {blocks}x{stages} {kib}K"] = _one_shape(KernelShape(programs=blocks), bulk.launch)
-        except Exception:
-            print(f"no trial kernel with {stages} stages of {kib} KiB:\n{traceback.format_exc()}")
+        tuning = CopyTuning(long_copy_bytes=None, to_device=shape, to_host=shape)
+        found[f"kernel {programs}x{warps}w {kib}K"] = Recipe(tuning=tuning)
+    for kib in THRESHOLDS_KIB if sweep else ():
+        found[f"hybrid from {kib}K"] = Recipe(tuning=CopyTuning(long_copy_bytes=kib << 10))
     return found
-
-
-def _one_shape(shape: KernelShape, launch: LaunchPageKernel | None) -> Recipe:
-    return Recipe(tuning=CopyTuning(long_copy_bytes=None, to_device=shape, to_host=shape), launch=launch)
 
 
 def make_versions(
@@ -306,7 +311,7 @@ def measure_pool(name: str, runs: list[int], arguments: argparse.Namespace, link
             host_pages=in_runs(np.arange(PAGES, dtype=np.int64), run, rng),
             device_pages=in_runs(np.arange(1, PAGES + 1, dtype=np.int64), run, rng),
         )
-        chosen = [pair for pair in versions if run == 1 or not pair[0].name.startswith(("kernel ", "bulk "))]
+        chosen = [pair for pair in versions if run == 1 or not pair[0].name.startswith("kernel ")]
         for version, pool in chosen:
             key = "random" if run == 1 else "runs"
             if version.failed or key in version.checked:
@@ -336,7 +341,7 @@ def measure_order(
     results: Results,
 ) -> None:
     """Rounds over all versions for one plan; prints and saves the table."""
-    samples: dict[tuple[str, str, str], list[tuple[float, float]]] = {}
+    samples: dict[tuple[str, str, str], list[Sample]] = {}
     ceilings: dict[str, list[float]] = {"backup": [], "load": []}
     for turn in range(arguments.rounds + 1):
         if turn:
@@ -363,8 +368,9 @@ def measure_order(
     programs = {(version.name, version.mem_layout): version.programs for version in versions}
     rows: list[list[str]] = []
     for (version_name, mem_layout, what), values in samples.items():
-        milliseconds = statistics.median(value[0] for value in values)
-        submit = statistics.median(value[1] for value in values)
+        milliseconds = statistics.median(value.device_ms for value in values)
+        wall = statistics.median(value.wall_ms for value in values)
+        submit = statistics.median(value.submit_ms for value in values)
         rate = moved / milliseconds / 1e6
         record = {
             "pool": name,
@@ -376,16 +382,18 @@ def measure_order(
             "ceiling_gb_per_s": ceiling[what],
             "share": rate / ceiling[what],
             "ms": milliseconds,
+            "wall_ms": wall,
+            "wall_share": moved / wall / 1e6 / ceiling[what],
             "submit_ms": submit,
-            "worst_submit_ms": max(value[1] for value in values),
+            "worst_submit_ms": max(value.submit_ms for value in values),
             "programs": programs[version_name, mem_layout],
             "mib": moved / 2**20,
-            "all_ms": [value[0] for value in values],
+            "all_ms": [value.device_ms for value in values],
         }
         results.data.setdefault("measurements", []).append(record)
         rows.append(
-            [version_name, mem_layout, what, f"{rate:.1f}", f"{rate / ceiling[what]:.1%}", f"{submit:.2f}",
-             programs[version_name, mem_layout]]
+            [version_name, mem_layout, what, f"{rate:.1f}", f"{rate / ceiling[what]:.1%}",
+             f"{record['wall_share']:.1%}", f"{submit:.2f}", programs[version_name, mem_layout]]
         )  # fmt: skip
     results.data.setdefault("ceilings", []).append({"pool": name, "run_pages": run, **ceilings})
     results.save()
@@ -393,7 +401,7 @@ def measure_order(
         f"\n{name}, {moved / 2**20:.0f} MiB, {plan.pages} pages in runs of {run}; "
         f"ceiling D2H {ceiling['backup']:.1f}, H2D {ceiling['load']:.1f} GB/s"
     )
-    columns = ["version", "host layout", "what", "GB/s", "of ceiling", "submit ms", "SM blocks"]
+    columns = ["version", "host layout", "what", "GB/s", "of ceiling", "wall", "submit ms", "SM blocks"]
     print(table(title, columns, sorted(rows, key=lambda row: (row[2], row[1], row[0]))), flush=True)
 
 
@@ -403,7 +411,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--pools", default="mla_bf16,dsa_fp8,dsa_bf16")
     parser.add_argument("--runs", default="1,4,16,64")
-    parser.add_argument("--sweep", action="store_true", help="also try kernel shapes, for random page order")
+    parser.add_argument(
+        "--sweep", action="store_true", help="also try other thresholds, and kernel shapes in random page order"
+    )
     arguments = parser.parse_args()
     results = Results(f"gpu_bandwidth-{arguments.pools.replace(',', '-')}.json")
     link = Link()

@@ -300,12 +300,10 @@ def hold(stream: Any) -> None:  # noqa: ANN401  # torch leaves its streams untyp
 def warm_up() -> None:
     """Compile the kernel, so that no case is late for it."""
     source, target = torch.ones(64, dtype=torch.int64, device="cuda"), torch.zeros(64, dtype=torch.int64, device="cuda")
-    for kinds in (1, 2):
-        row = [source.data_ptr(), 512, target.data_ptr(), 512, 64]
-        maps = torch.tensor([row] * kinds, dtype=torch.int64, device="cuda")
-        pairs = torch.tensor([[0, 1]] * kinds + [[0, 0]], dtype=torch.int64, device="cuda").reshape(-1)
-        for to_device in (True, False):
-            page_kernel.launch(maps, pairs, rows=slice(0, kinds), kinds=kinds, to_device=to_device, shape=KernelShape())
+    maps = torch.tensor([[source.data_ptr(), 512, target.data_ptr(), 512, 64]], dtype=torch.int64, device="cuda")
+    pairs = torch.zeros(2, dtype=torch.int64, device="cuda")
+    for to_device in (True, False):
+        page_kernel.launch(maps, pairs, pages=1, rows=slice(0, 1), to_device=to_device, shape=KernelShape())
     torch.cuda.synchronize()
     if not torch.equal(source, target):
         raise RuntimeError("the page kernel does not copy")

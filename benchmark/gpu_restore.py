@@ -18,7 +18,8 @@ import threading
 import time
 import traceback
 from array import array
-from typing import TYPE_CHECKING, Any
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import psutil
@@ -49,9 +50,13 @@ from sglang.srt.mem_cache.layouts import GroupKind, LayoutConfig, create_layout
 from sglang.srt.mem_cache.layouts.pages import pages_of_tokens
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
+    from contextlib import AbstractContextManager
 
+    from sglang.srt.mem_cache.hicache.agreement import Agreement
     from sglang.srt.mem_cache.layouts.pages import PageArray
+
+Turn: TypeAlias = "Callable[[], AbstractContextManager[None]]"
 
 MODEL_LAYERS = 78
 PREFIX_PAGES = 725_000 // PAGE_SIZE
@@ -73,9 +78,14 @@ class Alone:
 
 
 class Restore:
-    """Rank 0 of `shards`, with the whole prefix in its tree and its own share of the rows."""
+    """Rank `rank` of `shards`, with the whole prefix in its tree and its own share of the rows.
 
-    def __init__(self, *, shards: int, layers: int, scattered: bool) -> None:
+    Its peers are not asked, unless `agreement` does.
+    """
+
+    def __init__(
+        self, *, shards: int, layers: int, scattered: bool, rank: int = 0, agreement: Agreement | None = None
+    ) -> None:
         self.layers = layers
         self.rng = np.random.default_rng(5)
         own_pages = -(-PREFIX_PAGES // shards)
@@ -83,7 +93,10 @@ class Restore:
         self.content = PageContent(self.device_pool)
         self.layout = create_layout(
             LayoutConfig(
-                name="cp_shared" if shards > 1 else "identity", page_size=PAGE_SIZE, shard_size=shards, shard_rank=0
+                name="cp_shared" if shards > 1 else "identity",
+                page_size=PAGE_SIZE,
+                shard_size=shards,
+                shard_rank=rank,
             )
         )
         self.allocator = CPSharedPagedTokenToKVPoolAllocator(
@@ -104,8 +117,8 @@ class Restore:
             params,
             layout=self.layout,
             settings=HiCacheSettings(io_backend="kernel", mem_layout="layer_first", host_ratio=1.0),
-            group=ShardGroup(kind=GroupKind.ATTENTION_CP if shards > 1 else GroupKind.SINGLE, size=shards, rank=0),
-            agreement=Alone(),
+            group=ShardGroup(kind=GroupKind.ATTENTION_CP if shards > 1 else GroupKind.SINGLE, size=shards, rank=rank),
+            agreement=agreement or Alone(),
         )
         self.tokens = array("q", self.rng.integers(0, 150_000, size=PREFIX_PAGES * PAGE_SIZE).tolist())
         self.keys = torch.from_numpy(self.rng.integers(-(2**62), 2**62, size=PREFIX_PAGES))
@@ -132,8 +145,11 @@ class Restore:
         self.cache.check_hicache_events()
         return seconds, inserted * 1e3
 
-    def load(self, *, verify: bool, scattered: bool) -> dict[str, float]:
-        """Evict, overwrite, load back. Seconds on the device, of the calling thread, and to the first layer."""
+    def load(self, *, verify: bool, scattered: bool, in_turn: Turn = nullcontext) -> dict[str, float]:
+        """Evict, overwrite, load back. Seconds on the device, of the calling thread, and to the first layer.
+
+        The copies are submitted and end within ``in_turn()``.
+        """
         self.cache.evict(EvictParams(num_tokens=self.allocator.size))
         if verify:
             poison(self.device_pool)
@@ -146,14 +162,16 @@ class Restore:
             InitLoadBackParams(best_match_node=match.best_match_node, host_hit_length=match.host_hit_length)
         )
         planned = time.perf_counter()
-        with synchronisation_forbidden():
-            index = self.cache.ready_to_load_host_cache()
-        submitted = time.perf_counter()
         controller = self.cache.cache_controller
-        controller.layer_done_counter.events[index].load_events[0].synchronize()
-        first = time.perf_counter()
-        torch.cuda.synchronize()
-        ended = time.perf_counter()
+        with in_turn():
+            begun = time.perf_counter()
+            with synchronisation_forbidden():
+                index = self.cache.ready_to_load_host_cache()
+            submitted = time.perf_counter()
+            controller.layer_done_counter.events[index].load_events[0].synchronize()
+            first = time.perf_counter()
+            torch.cuda.synchronize()
+            ended = time.perf_counter()
         ack = controller.ack_load_queue[-1]
         seconds = ack.start_event.elapsed_time(ack.finish_event) / 1e3
         moved = ack.num_bytes
@@ -165,10 +183,10 @@ class Restore:
             raise RuntimeError(f"{wrong} pages have wrong bytes; {len(loaded)} of {len(self.tokens)} tokens loaded")
         return {
             "copy_s": seconds,
-            "wall_s": ended - started,
+            "wall_s": planned - started + ended - begun,
             "match_and_plan_s": planned - started,
-            "submit_s": submitted - planned,
-            "first_layer_s": first - started,
+            "submit_s": submitted - begun,
+            "first_layer_s": planned - started + first - begun,
             "bytes": moved,
         }
 

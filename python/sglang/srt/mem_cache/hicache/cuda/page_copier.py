@@ -1,10 +1,10 @@
 """Moves whole pages between pinned host memory and a CUDA device, without making the calling thread wait.
 
-    plan ──divide──▶ long runs     copy engines     one call a layer (loads) or one for all layers (backups)
-                 └─▶ single pages  page kernel      one launch a layer, or one for all
+    plan ──divide──▶ long runs    copy engines     one call a layer
+                 └─▶ short runs   page kernel      one launch a layer (loads), or one for all (backups)
 
 Both run on the stream of the direction, in order, so an event recorded there after a layer covers it. What the
-kernel reads comes through pinned memory, and lives in memory of that stream: it is not used again too early.
+kernel reads comes through a pinned slot, which is not used again before that stream has passed.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from .copy_engine import CopyEngines
 from .page_kernel import KernelShape
 from .page_maps import page_maps
 from .staging import PinnedRing
-from .work import divide
+from .work import WorkShape, write_pairs
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from sglang.srt.managers.cache_controller import LayerLoadingEvent
     from sglang.srt.mem_cache.l2_transfer import L2TransferEngine
@@ -56,7 +56,7 @@ class LaunchPageKernel(Protocol):
     """Launches a kernel that does what `page_kernel.launch` does."""
 
     def __call__(
-        self, maps: torch.Tensor, pairs: torch.Tensor, *, rows: slice, kinds: int, to_device: bool, shape: KernelShape
+        self, maps: torch.Tensor, pairs: torch.Tensor, *, pages: int, rows: slice, to_device: bool, shape: KernelShape
     ) -> None:
         """See `page_kernel.launch`."""
         ...
@@ -76,74 +76,81 @@ class CudaPageCopier:
         tuning: CopyTuning,
         launch: LaunchPageKernel | None = None,
     ) -> None:
-        self._maps = list(maps)
         self._launch_kernel = launch or page_kernel.launch
         self._tuning = tuning
-        self._layers = len(self._maps[0].host_bases)
+        self._layers = len(maps[0].host_bases)
+        self._kinds = len(maps)
+        self._work = WorkShape(maps, long_copy_bytes=tuning.long_copy_bytes)
         self._engines = CopyEngines()
-        # Tables are uploaded on one stream a direction, so each direction has its own slots.
-        self._tables = {to_device: PinnedRing(device) for to_device in (True, False)}
-        self._map_table = torch.from_numpy(_map_table(self._maps)).to(device)
+        self._tables = PinnedRing(device)
+        self._map_table = torch.from_numpy(_map_table(maps)).to(device)
+
+    def divide(self, copies: CopyPlan) -> Work:
+        """What there is to submit for `copies`."""
+        return self._work.divide(copies)
 
     def back_up(self, copies: CopyPlan, engine: L2TransferEngine) -> TransferCompletion:
         """Submit device to host, after what the current stream has been given so far."""
         submitted = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         submitted.record()
+        work = self._work.divide(copies)
         stream = _cuda_stream(engine.device_to_host_stream)
         started, finished, timed = make_timing_event_pair()
         with torch.cuda.stream(stream):
             stream.wait_event(submitted)
             started.record()
-            if len(copies.lengths):
-                self.enqueue(copies, [slice(0, self._layers)], to_device=False, stream=stream, producer=None)
+            self.enqueue(work, to_device=False, stream=stream)
             finished.record()
         return TransferCompletion(started, finished, timed)
 
     def load(self, copies: CopyPlan, engine: L2TransferEngine, producer: LayerLoadingEvent) -> TransferCompletion:
         """Submit host to device, after `producer.start_event`; `producer` records an event after each layer."""
+        work = self._work.divide(copies)
         stream = _cuda_stream(engine.host_to_device_stream)
         started, finished, timed = make_timing_event_pair()
         with torch.cuda.stream(stream):
             producer.start_event.wait(stream)
             started.record()
-            layers = [slice(layer, layer + 1) for layer in range(self._layers)]
-            if len(copies.lengths):
-                self.enqueue(copies, layers, to_device=True, stream=stream, producer=producer)
-            else:
-                for layer in range(self._layers):
-                    producer.complete(layer)
+            self.enqueue(work, to_device=True, stream=stream, layer_done=producer.complete)
             finished.record()
         return TransferCompletion(started, finished, timed)
 
     def enqueue(
         self,
-        plan: CopyPlan,
-        steps: Sequence[slice],
+        work: Work,
         *,
         to_device: bool,
         stream: torch.cuda.Stream,
-        producer: LayerLoadingEvent | None,
+        layer_done: Callable[[int], None] | None = None,
     ) -> None:
-        """Submit `steps`, ranges of layers, one after the other on `stream`, the current one.
+        """Submit `work` on `stream`, the current one; `layer_done` is told after each layer.
 
-        `producer` is told after each step, which must be one layer then. Raises `RuntimeError` if CUDA refuses.
+        Raises `RuntimeError` if CUDA refuses.
         """
-        work = divide(plan, self._maps, long_copy_bytes=self._tuning.long_copy_bytes)
-        pairs = None if work.pairs is None else self._tables[to_device].upload(work.pairs)
-        for layers in steps:
-            if pairs is not None:
-                self._launch(pairs, layers, to_device=to_device)
-            self._submit(work, layers, to_device=to_device, stream=stream)
-            if producer is not None:
-                producer.complete(layers.start)
+        slot = pairs = None
+        pages = 0
+        if work.short is not None:
+            slot = self._tables.free_slot(2 * work.short.pages)
+            pages = write_pairs(work.short, slot.table)
+            pairs = slot.upload(2 * pages)
+            if layer_done is None:
+                self._launch(pairs, pages, slice(0, self._layers), to_device=to_device)
+        for layer in range(self._layers):
+            if pairs is not None and layer_done is not None:
+                self._launch(pairs, pages, slice(layer, layer + 1), to_device=to_device)
+            if work.copies is not None:
+                self._submit(work, slice(layer, layer + 1), to_device=to_device, stream=stream)
+            if layer_done is not None:
+                layer_done(layer)
+        if slot is not None:
+            slot.release(stream)
 
-    def _launch(self, pairs: torch.Tensor, layers: slice, *, to_device: bool) -> None:
-        kinds = len(self._maps)
+    def _launch(self, pairs: torch.Tensor, pages: int, layers: slice, *, to_device: bool) -> None:
         self._launch_kernel(
             self._map_table,
             pairs,
-            rows=slice(layers.start * kinds, layers.stop * kinds),
-            kinds=kinds,
+            pages=pages,
+            rows=slice(layers.start * self._kinds, layers.stop * self._kinds),
             to_device=to_device,
             shape=self._tuning.to_device if to_device else self._tuning.to_host,
         )

@@ -34,13 +34,13 @@ class KernelShape:
     chunk_bytes: int = 32768
 
 
-@triton.jit(do_not_specialize=["first_map", "maps_end"])  # type: ignore[untyped-decorator]  # Triton ships no types
+@triton.jit(do_not_specialize=["pages", "first_map", "maps_end"])  # type: ignore[untyped-decorator]  # Triton ships no types
 def _copy_pages(  # type: ignore[no-untyped-def]  # noqa: ANN202  # compiled from its text: annotations would change it
     maps,  # noqa: ANN001
     pairs,  # noqa: ANN001
+    pages,  # noqa: ANN001
     first_map,  # noqa: ANN001
     maps_end,  # noqa: ANN001
-    KINDS: tl.constexpr,
     TO_DEVICE: tl.constexpr,
     CHUNK_WORDS: tl.constexpr,
 ):
@@ -55,14 +55,11 @@ def _copy_pages(  # type: ignore[no-untyped-def]  # noqa: ANN202  # compiled fro
         device_base = tl.load(entry + 2)
         device_stride = tl.load(entry + 3)
         words = tl.load(entry + 4)
-        kind = row % KINDS
-        first_pair = tl.load(pairs + 2 * kind)
-        count = tl.load(pairs + 2 * kind + 1)
         chunks = tl.maximum((words + CHUNK_WORDS - 1) // CHUNK_WORDS, 1).to(tl.int32)
         step = ((words + chunks - 1) // chunks + 15) // 16 * 16  # chunks of one size, each at a 128-byte boundary
-        total = (count * chunks).to(tl.int32)
+        total = (pages * chunks).to(tl.int32)
         for item in range((program + programs - taken) % programs, total, programs):
-            pair = pairs + 2 * (KINDS + first_pair + item // chunks)
+            pair = pairs + 2 * (item // chunks)
             host = host_base + tl.load(pair) * host_stride
             device = device_base + tl.load(pair + 1) * device_stride
             source = host if TO_DEVICE else device
@@ -76,22 +73,25 @@ def _copy_pages(  # type: ignore[no-untyped-def]  # noqa: ANN202  # compiled fro
         taken = (taken + total) % programs
 
 
-def launch(
-    maps: torch.Tensor, pairs: torch.Tensor, *, rows: slice, kinds: int, to_device: bool, shape: KernelShape
-) -> None:
-    """Copy on the current stream what `pairs` says, for the rows of the map table.
+_compiled: dict[tuple[int | None, bool, KernelShape], Any] = {}
 
-    `maps` is int64 ``[rows, 5]``, row by row the kinds of one layer after the other; `pairs` is int64, flat, as in
-    `work.Work`. Both are on the device.
+
+def launch(
+    maps: torch.Tensor, pairs: torch.Tensor, *, pages: int, rows: slice, to_device: bool, shape: KernelShape
+) -> None:
+    """Copy `pages` pages on the current stream, for the rows of the map table.
+
+    `maps` is int64 ``[rows, 5]``; `pairs` is int64, flat: host page and device page by turns. Both are on the device,
+    at addresses that 16 divides.
     """
+    arguments = (maps, pairs, pages, rows.start, rows.stop)
+    chunk_words = shape.chunk_bytes // 8
+    key = (maps.device.index, to_device, shape)
+    compiled = _compiled.get(key)
+    if compiled is not None:  # Triton's own way to it looks at every argument, which takes three times as long
+        compiled[(shape.programs, 1, 1)](*arguments, to_device, chunk_words)
+        return
     kernel: Any = _copy_pages
-    kernel[(shape.programs,)](
-        maps,
-        pairs,
-        rows.start,
-        rows.stop,
-        KINDS=kinds,
-        TO_DEVICE=to_device,
-        CHUNK_WORDS=shape.chunk_bytes // 8,
-        num_warps=shape.warps,
+    _compiled[key] = kernel[(shape.programs,)](
+        *arguments, TO_DEVICE=to_device, CHUNK_WORDS=chunk_words, num_warps=shape.warps
     )

@@ -1,14 +1,14 @@
-"""Pinned host memory for small tables on their way to the device.
+"""Small tables on their way to the device, through pinned host memory.
 
-A copy from pageable memory may wait for the device; one from pinned memory does not. Each slot is pinned once and
-written again when the copy out of it has ended, which is asked without waiting::
+A copy from pageable memory may wait for the device; one from pinned memory does not. A *slot* is a pinned table and its
+place on the device, made once. It is used again when everything that reads it has ended, which is asked without
+waiting::
 
-    slots   [in flight][free][in flight]      upload takes the first free one, or adds one
+    slots   [in use][free][in use]      `free_slot` takes the first free one, or adds one
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,37 +19,43 @@ if TYPE_CHECKING:
 _SLOT_WORDS = 1 << 15
 
 
-@dataclass(slots=True, kw_only=True)
-class _Slot:
-    words: torch.Tensor
-    copied: torch.cuda.Event
+class Slot:
+    """Room for `words` int64 on both sides. `table` is the host side, as an array to write to."""
+
+    def __init__(self, words: int, device: torch.device) -> None:
+        self._pinned = torch.empty(words, dtype=torch.int64, pin_memory=True)
+        self._on_device = torch.empty(words, dtype=torch.int64, device=device)
+        self._released = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch leaves it so
+        self.table: AddressArray = self._pinned.numpy()
+
+    def upload(self, words: int) -> torch.Tensor:
+        """The first `words` of `table` on the device, by a copy on the current stream."""
+        uploaded = self._on_device[:words]
+        uploaded.copy_(self._pinned[:words], non_blocking=True)
+        return uploaded
+
+    def release(self, stream: torch.cuda.Stream) -> None:
+        """Free once `stream` has come this far."""
+        self._released.record(stream)
+
+    @property
+    def free(self) -> bool:
+        """Whether nothing reads it any more."""
+        return bool(self._released.query())  # type: ignore[no-untyped-call]  # torch leaves it so
 
 
 class PinnedRing:
-    """Uploads int64 tables to `device`; starts with `slots` slots of 256 KiB and adds more when all are in flight."""
+    """Slots for tables to `device`; starts with `slots` slots of 256 KiB and adds more when all are in use."""
 
     def __init__(self, device: torch.device, *, slots: int = 4) -> None:
         self._device = device
-        self._slots = [_new_slot(_SLOT_WORDS) for _ in range(slots)]
+        self._slots = [Slot(_SLOT_WORDS, device) for _ in range(slots)]
 
-    def upload(self, table: AddressArray) -> torch.Tensor:
-        """`table` on the device, by a copy on the current stream; memory of that stream, so keep it for no other."""
-        slot = self._free_slot(len(table))
-        slot.words[: len(table)].copy_(torch.from_numpy(table))
-        uploaded = torch.empty(len(table), dtype=torch.int64, device=self._device)
-        uploaded.copy_(slot.words[: len(table)], non_blocking=True)
-        slot.copied.record()
-        return uploaded
-
-    def _free_slot(self, words: int) -> _Slot:
+    def free_slot(self, words: int) -> Slot:
+        """A slot with room for `words`; the caller has it until `Slot.release` has come to pass."""
         for index, slot in enumerate(self._slots):
-            if len(slot.words) >= words and slot.copied.query():  # type: ignore[no-untyped-call]  # torch leaves it so
+            if len(slot.table) >= words and slot.free:
                 self._slots.append(self._slots.pop(index))
                 return slot
-        self._slots.append(_new_slot(max(_SLOT_WORDS, 1 << (words - 1).bit_length())))
+        self._slots.append(Slot(max(_SLOT_WORDS, 1 << (words - 1).bit_length()), self._device))
         return self._slots[-1]
-
-
-def _new_slot(words: int) -> _Slot:
-    copied = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch leaves it so
-    return _Slot(words=torch.empty(words, dtype=torch.int64, pin_memory=True), copied=copied)

@@ -16,7 +16,7 @@ from sglang.test.test_utils import CustomTestCase
 from sglang.srt.mem_cache.hicache.cpu.support import install_cpu_support
 from sglang.srt.mem_cache.hicache.cuda.page_copier import _map_table
 from sglang.srt.mem_cache.hicache.cuda.page_maps import PageMap, page_maps
-from sglang.srt.mem_cache.hicache.cuda.work import divide
+from sglang.srt.mem_cache.hicache.cuda.work import WorkShape, write_pairs
 from sglang.srt.mem_cache.hicache.device_pools import build_device_pool, index_buffers, kv_buffers
 from sglang.srt.mem_cache.hicache.host_pools import AnyHostPool, build_host_pool
 from sglang.srt.mem_cache.hicache.runtime import standalone_runtime
@@ -78,15 +78,17 @@ class TestPageCopies(CustomTestCase):
 
     def move(self, plan: CopyPlan, maps: list[PageMap], long_copy_bytes: int | None, *, to_device: bool) -> None:
         """A backup is one step for all layers, a load one step for each."""
-        work = divide(plan, maps, long_copy_bytes=long_copy_bytes)
+        work = WorkShape(maps, long_copy_bytes=long_copy_bytes).divide(plan)
         table = torch.from_numpy(_map_table(maps))
+        pairs = np.full(64, -1, dtype=np.int64)
+        pages = write_pairs(work.short, pairs) if work.short is not None else 0
         for step in [slice(at, at + 1) for at in range(LAYERS)] if to_device else [slice(0, LAYERS)]:
-            if work.pairs is not None:
+            if pages:
                 self.kernel.launch(
                     table,
-                    torch.from_numpy(work.pairs),
+                    torch.from_numpy(pairs),
+                    pages=pages,
                     rows=slice(step.start * len(maps), step.stop * len(maps)),
-                    kinds=len(maps),
                     to_device=to_device,
                     shape=self.kernel.KernelShape(programs=3, warps=4, chunk_bytes=4096),
                 )

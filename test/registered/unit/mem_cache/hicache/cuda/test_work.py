@@ -9,7 +9,7 @@ from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.test_utils import CustomTestCase
 
 from sglang.srt.mem_cache.hicache.cuda.page_maps import PageMap
-from sglang.srt.mem_cache.hicache.cuda.work import Work, divide
+from sglang.srt.mem_cache.hicache.cuda.work import Work, WorkShape, write_pairs
 from sglang.srt.mem_cache.layouts.plans import CopyPlan
 
 register_cpu_ci(est_time=20, suite="base-a-test-cpu")
@@ -31,6 +31,17 @@ def page_map(page_bytes: int, *, first: int, merges: bool, absent: int | None = 
     )
 
 
+def pairs_of(work: Work) -> list[list[int]]:
+    """The page pairs that the kernel would read."""
+    if work.short is None:
+        return []
+    table = np.full(2 * work.short.pages + 1, -1, dtype=np.int64)
+    pages = write_pairs(work.short, table)
+    assert table[-1] == -1
+    pairs: list[list[int]] = table[: 2 * pages].reshape(-1, 2).tolist()
+    return pairs
+
+
 def moved(work: Work, maps: list[PageMap]) -> list[tuple[int, int]]:
     """Every (host address, device address) of 16 bytes that the work moves, in all layers, in order."""
     found: list[tuple[int, int]] = []
@@ -38,15 +49,12 @@ def moved(work: Work, maps: list[PageMap]) -> list[tuple[int, int]]:
     if batch is not None:
         for host, device, size in zip(batch.host.tolist(), batch.device.tolist(), batch.sizes.tolist(), strict=True):
             found += [(host + at, device + at) for at in range(0, size, 16)]
-    if work.pairs is not None:
-        table = work.pairs.reshape(-1, 2).tolist()
-        pairs = table[len(maps) :]
-        for kind, (first, count) in zip(maps, table[: len(maps)], strict=True):
-            for host_base, device_base in zip(kind.host_bases.tolist(), kind.device_bases.tolist(), strict=True):
-                for host_page, device_page in pairs[first : first + count] if host_base else []:
-                    host = host_base + host_page * kind.host_stride
-                    device = device_base + device_page * kind.device_stride
-                    found += [(host + at, device + at) for at in range(0, kind.page_bytes, 16)]
+    for kind in maps:
+        for host_base, device_base in zip(kind.host_bases.tolist(), kind.device_bases.tolist(), strict=True):
+            for host_page, device_page in pairs_of(work) if host_base else []:
+                host = host_base + host_page * kind.host_stride
+                device = device_base + device_page * kind.device_stride
+                found += [(host + at, device + at) for at in range(0, kind.page_bytes, 16)]
     return sorted(found)
 
 
@@ -79,21 +87,38 @@ class TestDivide(CustomTestCase):
         host, device = (np.concatenate([runs[at] for at in rng.permutation(len(runs))]) for _ in range(2))
         plan = CopyPlan.from_pages(page_size=4, host_pages=host, device_pages=device)
         maps = [page_map(96, first=0, merges=merges), page_map(32, first=1 << 14, merges=merges, absent=absent)]
-        self.assertEqual(moved(divide(plan, maps, long_copy_bytes=threshold), maps), wanted(plan, maps))
+        self.assertEqual(moved(divide(plan, maps, threshold), maps), wanted(plan, maps))
 
-    def test_a_run_goes_to_a_copy_engine_from_the_threshold_on_for_each_kind_by_its_own_bytes(self) -> None:
+    def test_a_run_goes_to_the_copy_engines_from_the_threshold_on_with_all_its_kinds(self) -> None:
         plan = CopyPlan.from_pages(page_size=4, host_pages=np.array([0, 1, 2, 9]), device_pages=np.array([4, 5, 6, 1]))
         maps = [page_map(96, first=0, merges=True), page_map(32, first=1 << 14, merges=True)]
-        work = divide(plan, maps, long_copy_bytes=3 * 96)
-        self.assertEqual(work.sizes.tolist(), [[288]] * LAYERS)
-        assert work.pairs is not None
-        self.assertEqual(work.pairs.reshape(-1, 2).tolist(), [[0, 1], [1, 4], [9, 1], [0, 4], [1, 5], [2, 6], [9, 1]])
+        for threshold in (2 * 96 + 1, 3 * 96):
+            work = divide(plan, maps, threshold)
+            assert work.copies is not None
+            self.assertEqual(work.copies.sizes.tolist(), [[288, 96]] * LAYERS)
+            self.assertEqual(pairs_of(work), [[9, 1]])
+        self.assertIsNone(divide(plan, maps, 3 * 96 + 1).copies)
 
     def test_pages_that_do_not_join_on_the_host_are_copied_one_by_one(self) -> None:
         plan = CopyPlan.from_pages(page_size=4, host_pages=np.arange(3), device_pages=np.arange(3))
-        work = divide(plan, [page_map(96, first=0, merges=False)], long_copy_bytes=0)
-        self.assertEqual(work.sizes.tolist(), [[96, 96, 96]] * LAYERS)
-        self.assertIsNone(work.pairs)
+        work = divide(plan, [page_map(96, first=0, merges=False)], 0)
+        assert work.copies is not None
+        self.assertEqual(work.copies.sizes.tolist(), [[96, 96, 96]] * LAYERS)
+        self.assertIsNone(work.short)
+
+    def test_an_empty_plan_is_no_work(self) -> None:
+        none = np.empty(0, dtype=np.int64)
+        work = divide(
+            CopyPlan.from_pages(page_size=4, host_pages=none, device_pages=none),
+            [page_map(96, first=0, merges=True)],
+            0,
+        )
+        self.assertEqual((work.copies, work.short), (None, None))
+
+
+def divide(plan: CopyPlan, maps: list[PageMap], long_copy_bytes: int | None) -> Work:
+    """The work of `plan`."""
+    return WorkShape(maps, long_copy_bytes=long_copy_bytes).divide(plan)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,113 @@
+"""Answers of real engines on two GPUs: `cp_shared` against SGLang without it, request by request.
+
+Runs the scenario of the end-to-end tests (cold, again, shared prefixes, short prompts, retraction, aborts, flush) with
+a small DeepSeek-V2, TP 2, in three engines one after the other: SGLang alone, `cp_shared` with HiCache, and `cp_shared`
+with a gather that returns one wrong page, which must show. Prints the largest difference in log-probability, the
+cached tokens by tier, and the start-up line; exits 1 if an answer differs.
+
+    python3 benchmark/gpu_engines.py [--dtype float32] [--only plain,cp_shared,faulty] [--set name=json ...]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+E2E = Path(__file__).parents[1] / "test" / "registered" / "e2e"
+sys.path.insert(0, str(E2E))
+import _models  # noqa: E402
+import _runs  # noqa: E402
+
+TOLERANCE = {"float32": 2e-4, "bfloat16": 0.15}
+ON_GPU: dict[str, Any] = {
+    "device": "cuda",
+    "attention_backend": "triton",
+    "sampling_backend": "pytorch",
+    "tp_size": 2,
+    "disable_custom_all_reduce": True,
+}
+HICACHE = {**_runs.HICACHE, "hicache_io_backend": "kernel"}
+RUNS: dict[str, dict[str, Any]] = {
+    "plain": {"max_total_tokens": _runs.LOGICAL_TOKENS},
+    "cp_shared": {"max_total_tokens": _runs.LOGICAL_TOKENS // 2, "kv_layout_strategy": "cp_shared", **HICACHE},
+    "faulty": {"max_total_tokens": _runs.LOGICAL_TOKENS // 2, "kv_layout_strategy": "cp_shared", **HICACHE},
+}
+
+
+def run(name: str, spec: dict[str, Any], folder: Path) -> dict[str, Any] | None:
+    """One engine through the scenario; None, with the end of its log printed, if it fails."""
+    files = [folder / f"{name}.{kind}" for kind in ("spec.json", "result.json", "log")]
+    files[0].write_text(json.dumps(spec), encoding="utf-8")
+    started = time.perf_counter()
+    with files[2].open("w") as log:
+        status = subprocess.run(
+            [sys.executable, str(E2E / "_engine_run.py"), str(files[0]), str(files[1])],
+            env=_runs.environment(2, faulty_gather=name == "faulty"),
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            timeout=300,
+            check=False,
+        ).returncode
+    text = files[2].read_text(encoding="utf-8", errors="replace")
+    print(f"{name}: status {status}, {time.perf_counter() - started:.0f} s", flush=True)
+    if status:
+        print(text[-5000:])
+        return None
+    for rank, line in sorted(_runs.start_lines(text).items()):
+        print(f"  rank {rank}: {line}")
+    found: dict[str, Any] = json.loads(files[1].read_text(encoding="utf-8"))
+    return found
+
+
+def compare(plain: dict[str, Any], other: dict[str, Any]) -> tuple[int, float, dict[str, int]]:
+    """Requests with other ids, the largest difference in log-probability, cached tokens by tier."""
+    different, largest = 0, 0.0
+    cached = {"device": 0, "host": 0}
+    for step, answers in plain.items():
+        if not isinstance(answers, list):
+            continue
+        for mine, theirs in zip(answers, other[step], strict=True):
+            different += mine["ids"] != theirs["ids"]
+            pairs = zip(mine["logprobs"], theirs["logprobs"], strict=True)
+            largest = max([largest, *(abs(a - b) for a, b in pairs)])
+            for tier in cached:
+                cached[tier] += theirs["cached"].get(tier) or 0
+    return different, largest, cached
+
+
+def main() -> int:
+    """Run and compare; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dtype", default="float32", choices=sorted(TOLERANCE))
+    parser.add_argument("--only", default=",".join(RUNS))
+    parser.add_argument("--set", action="append", default=[], metavar="NAME=JSON", help="another engine argument")
+    arguments = parser.parse_args()
+    extra = {name: json.loads(value) for name, _, value in (one.partition("=") for one in arguments.set)}
+    out = Path(os.environ.get("OUT") or tempfile.mkdtemp())
+    model = _models.make_deepseek(Path(tempfile.mkdtemp()))
+    results = {}
+    for name in arguments.only.split(","):
+        spec = {**ON_GPU, "dtype": arguments.dtype, **RUNS[name], **extra, "model_path": str(model)}
+        results[name] = run(name, spec, out)
+    status = int(any(found is None for found in results.values()))
+    plain = results.get("plain")
+    for name, found in results.items():
+        if found is None or plain is None or name == "plain":
+            continue
+        different, largest, cached = compare(plain, found)
+        right = different == 0 and largest <= TOLERANCE[arguments.dtype]
+        if right == (name == "faulty"):
+            status = 1
+        print(f"{name}: {different} requests differ, log-probabilities by up to {largest:.2g}, cached {cached}")
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())
