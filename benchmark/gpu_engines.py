@@ -5,7 +5,7 @@ a small DeepSeek-V2, TP 2, in three engines: SGLang alone, `cp_shared` with HiCa
 with a gather that returns one wrong page, which must show. Prints the largest difference in log-probability, the
 cached tokens by tier, and the start-up line; exits 1 if an answer differs.
 
-    python3 benchmark/gpu_engines.py [--dtype bfloat16] [--only plain,cp_shared,faulty] [--at-once] [--set name=json ...]
+    python3 benchmark/gpu_engines.py [--dtype bfloat16] [--only plain,cp_shared,faulty] [--at-once] [--set NAME=JSON]
 """
 
 from __future__ import annotations
