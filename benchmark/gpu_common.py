@@ -26,11 +26,12 @@ from sglang.srt.mem_cache.hicache.device_pools import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from sglang.srt.mem_cache.memory_pool import KVCache
 
-    from sglang.srt.mem_cache.layouts.pages import PageArray
+    from sglang.srt.mem_cache.hicache.radix_cache import HiRadixCache
+    from sglang.srt.mem_cache.layouts.pages import LaneArray, PageArray
 
 PAGE_SIZE = 64
 POISON = 0xA5
@@ -111,6 +112,38 @@ def in_runs(pages: PageArray, run: int, rng: np.random.Generator) -> PageArray:
     whole = len(pages) // run * run
     shuffled = rng.permutation(pages[:whole].reshape(-1, run)).reshape(-1)
     return np.concatenate([shuffled, pages[whole:]])
+
+
+def scatter(cache: HiRadixCache[Any], rng: np.random.Generator, lengths: Sequence[int] = (1,)) -> None:
+    """From now on both tiers of `cache` hand out their pages in random order, in pieces of `lengths` neighbours.
+
+    Slots are mirrored, so `rng` must be in the same state on all ranks.
+    """
+    slots: Any = cache.slots
+    host: Any = cache.cache_controller.host_pages
+    alloc_lanes, take = slots.alloc_lanes, host.take
+    host_rng = np.random.default_rng(int(rng.integers(1 << 32)))  # ranks take different numbers of host pages
+
+    def scattered_lanes(lanes: LaneArray) -> PageArray | None:
+        pages = alloc_lanes(lanes)
+        if pages is not None:
+            for lane in np.unique(lanes):
+                at = np.flatnonzero(lanes == lane)
+                pages[at] = in_pieces(pages[at], lengths, rng)
+        return pages
+
+    def scattered_host(pages: int) -> PageArray | None:
+        taken = take(pages)
+        return None if taken is None else in_pieces(taken, lengths, host_rng)
+
+    slots.alloc_lanes, host.take = scattered_lanes, scattered_host
+
+
+def in_pieces(pages: PageArray, lengths: Sequence[int], rng: np.random.Generator) -> PageArray:
+    """`pages` cut into pieces of random `lengths`, in random order."""
+    cuts = np.cumsum(rng.choice(lengths, size=len(pages)))
+    pieces = np.split(pages, cuts[cuts < len(pages)])
+    return np.concatenate([pieces[at] for at in rng.permutation(len(pieces))])
 
 
 class Link:

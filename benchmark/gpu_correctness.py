@@ -33,11 +33,11 @@ from gpu_common import (
     Results,
     make_device_pool,
     poison,
+    scatter,
     synchronisation_forbidden,
 )
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InitLoadBackParams, MatchPrefixParams
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
-from sglang.srt.mem_cache.pool_host import HostPoolGroup
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from sglang.srt.mem_cache.hicache.allocator import CPSharedPagedTokenToKVPoolAllocator
@@ -216,23 +216,6 @@ class Rank:
         torch.cuda.current_stream().synchronize()
         return rows, own_keys
 
-    def shuffle_free_pages(self) -> None:
-        """Hand out pages in random order from now on, in pieces of 1 to 20 neighbours, on both tiers."""
-        for lane in self.allocator._lanes:  # noqa: SLF001  # no caller may choose the order
-            lane._ready = self._pieces(np.sort(lane.all_free()))  # noqa: SLF001  # ditto
-            lane._returned.clear()  # noqa: SLF001  # ditto
-        host = self.cache.token_to_kv_pool_host
-        pool: Any = host.anchor_entry.host_pool if isinstance(host, HostPoolGroup) else host
-        pool._merge_release_slots()  # noqa: SLF001  # ditto
-        pages = np.sort(pages_of_tokens(pool.free_slots, PAGE_SIZE))
-        rows = self._pieces(pages)[:, None] * PAGE_SIZE + np.arange(PAGE_SIZE)
-        pool.free_slots = torch.from_numpy(rows.reshape(-1))
-
-    def _pieces(self, pages: PageArray) -> PageArray:
-        cuts = np.cumsum(self.rng.choice([1, 1, 2, 5, 20], size=len(pages)))
-        pieces = np.split(pages, cuts[cuts < len(pages)])
-        return np.concatenate([pieces[at] for at in self.rng.permutation(len(pieces))])
-
     def settle(self) -> None:
         """Wait for all copies and settle every ack; the same number of rounds on all ranks."""
         torch.cuda.synchronize()
@@ -245,7 +228,7 @@ class Rank:
         trunk = random_tokens(self.rng, 24 * unit)
         branch = trunk[: 10 * unit * PAGE_SIZE] + random_tokens(self.rng, 12 * unit)
         single = random_tokens(self.rng, 1)
-        self.shuffle_free_pages()
+        scatter(self.cache, self.rng, (1, 1, 2, 5, 20))
         pages = self.compute(trunk)
         single_pages = self.compute(single)
         hold(self.engine.device_to_host_stream)
@@ -274,7 +257,6 @@ class Rank:
         self.problems.expect(self.cache.total_size() == 0, "not everything left the device")
         poison(self.device_pool)
         torch.cuda.synchronize()
-        self.shuffle_free_pages()
 
     def check_state(self, when: str) -> None:
         """Invariants on this rank, one tree on all."""

@@ -35,10 +35,16 @@ ON_GPU: dict[str, Any] = {
     "disable_custom_all_reduce": True,
 }
 HICACHE = {**_runs.HICACHE, "hicache_io_backend": "kernel"}
+SHARED: dict[str, Any] = {
+    "max_total_tokens": _runs.LOGICAL_TOKENS // 2,
+    "kv_layout_strategy": "cp_shared",
+    "disable_cuda_graph": False,  # SGLang's default, which the layout strategy switches off by itself
+    **HICACHE,
+}
 RUNS: dict[str, dict[str, Any]] = {
     "plain": {"max_total_tokens": _runs.LOGICAL_TOKENS},
-    "cp_shared": {"max_total_tokens": _runs.LOGICAL_TOKENS // 2, "kv_layout_strategy": "cp_shared", **HICACHE},
-    "faulty": {"max_total_tokens": _runs.LOGICAL_TOKENS // 2, "kv_layout_strategy": "cp_shared", **HICACHE},
+    "cp_shared": SHARED,
+    "faulty": SHARED,
 }
 
 
@@ -98,7 +104,7 @@ def main() -> int:
     arguments = parser.parse_args()
     extra = {name: json.loads(value) for name, _, value in (one.partition("=") for one in arguments.set)}
     out = Path(os.environ.get("OUT") or tempfile.mkdtemp())
-    model = _models.make_deepseek(Path(tempfile.mkdtemp()))
+    model = _models.make_deepseek(Path(tempfile.mkdtemp()), kv_lora_rank=512, rope_dim=64)
     specs = {
         name: {**ON_GPU, "dtype": arguments.dtype, **RUNS[name], **extra, "model_path": str(model)}
         for name in arguments.only.split(",")

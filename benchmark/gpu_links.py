@@ -115,7 +115,7 @@ def worker(number: int, rendezvous: str, arguments: argparse.Namespace) -> None:
 def measure(restore: Restore, link: Link, ranks: Ranks, arguments: argparse.Namespace) -> None:
     """All rounds; rank 0 prints and saves the table."""
     restore.back_up()
-    restore.load(verify=True, scattered=False, in_turn=ranks.together)
+    restore.load(verify=True, in_turn=ranks.together)
     samples: dict[tuple[str, str], list[list[float]]] = {}
     for _ in range(arguments.rounds):
         for how, turn in (("alone", ranks.alone), ("together", ranks.together)):
@@ -142,7 +142,7 @@ def rates(restore: Restore, link: Link, turn: Callable[[], Any]) -> dict[str, Ca
     """What is measured, in GB/s, each within `turn`."""
 
     def restored() -> float:
-        one = restore.load(verify=False, scattered=False, in_turn=turn)
+        one = restore.load(verify=False, in_turn=turn)
         return one["bytes"] / one["copy_s"] / 1e9
 
     def plain(to_device: bool) -> float:

@@ -29,15 +29,14 @@ from gpu_common import (
     Link,
     PageContent,
     Results,
-    in_runs,
     make_device_pool,
     poison,
+    scatter,
     synchronisation_forbidden,
     table,
 )
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InitLoadBackParams, MatchPrefixParams
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
-from sglang.srt.mem_cache.pool_host import HostPoolGroup
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from sglang.srt.mem_cache.hicache.allocator import CPSharedPagedTokenToKVPoolAllocator
@@ -123,7 +122,7 @@ class Restore:
         self.tokens = array("q", self.rng.integers(0, 150_000, size=PREFIX_PAGES * PAGE_SIZE).tolist())
         self.keys = torch.from_numpy(self.rng.integers(-(2**62), 2**62, size=PREFIX_PAGES))
         if scattered:
-            self.scatter()
+            scatter(self.cache, self.rng)
 
     def back_up(self) -> tuple[float, float]:
         """Write the rows and insert the chain. Returns the backup's seconds on the device and the insert's ms."""
@@ -145,7 +144,7 @@ class Restore:
         self.cache.check_hicache_events()
         return seconds, inserted * 1e3
 
-    def load(self, *, verify: bool, scattered: bool, in_turn: Turn = nullcontext) -> dict[str, float]:
+    def load(self, *, verify: bool, in_turn: Turn = nullcontext) -> dict[str, float]:
         """Evict, overwrite, load back. Seconds on the device, of the calling thread, and to the first layer.
 
         The copies are submitted and end within ``in_turn()``.
@@ -153,8 +152,6 @@ class Restore:
         self.cache.evict(EvictParams(num_tokens=self.allocator.size))
         if verify:
             poison(self.device_pool)
-        if scattered:
-            self.scatter()
         torch.cuda.synchronize()
         started = time.perf_counter()
         match = self.cache.match_prefix(MatchPrefixParams(key=RadixKey(self.tokens)))
@@ -197,16 +194,6 @@ class Restore:
             host_pool=controller.mem_pool_host, device_pool=self.device_pool, io_backend="kernel", copier=False
         )
 
-    def scatter(self) -> None:
-        """Both tiers hand out single pages in random order."""
-        for lane in self.allocator._lanes:  # noqa: SLF001  # no caller may choose the order
-            lane._ready = in_runs(lane.all_free(), 1, self.rng)  # noqa: SLF001  # ditto
-            lane._returned.clear()  # noqa: SLF001  # ditto
-        host = self.cache.token_to_kv_pool_host
-        pool: Any = host.anchor_entry.host_pool if isinstance(host, HostPoolGroup) else host
-        pages = in_runs(pages_of_tokens(pool.free_slots, PAGE_SIZE), 1, self.rng)
-        pool.free_slots = torch.from_numpy((pages[:, None] * PAGE_SIZE + np.arange(PAGE_SIZE)).reshape(-1))
-
     def _own(self, pages: PageArray) -> tuple[torch.Tensor, torch.Tensor]:
         plan = self.layout.plan_backup(pages)
         owned = torch.from_numpy(plan.lanes == self.layout.lane)
@@ -247,12 +234,12 @@ def measure(shards: int, scattered: bool, arguments: argparse.Namespace, link: L
         for engine in ("ours", "SGLang") if arguments.sglang else ("ours",):
             if engine == "SGLang":
                 restore.use_sglangs_engine()
-            restore.load(verify=True, scattered=scattered)
+            restore.load(verify=True)
             ceilings: list[float] = []
             rounds: list[dict[str, float]] = []
             for _ in range(arguments.rounds):
                 ceilings.append(link.measure(to_device=True))
-                rounds.append(restore.load(verify=False, scattered=scattered))
+                rounds.append(restore.load(verify=False))
             ceiling = statistics.median(ceilings)
             middle = {name: statistics.median(one[name] for one in rounds) for name in rounds[0]}
             scale = MODEL_LAYERS / layers

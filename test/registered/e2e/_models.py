@@ -51,14 +51,14 @@ def make_llama(folder: Path) -> Path:
     return _save(_transformers.LlamaForCausalLM(config), folder, {})
 
 
-def make_deepseek(folder: Path) -> Path:
-    """A DeepSeek-V2 of two dense layers: multi-head latent attention."""
+def make_deepseek(folder: Path, *, kv_lora_rank: int = 64, rope_dim: int = 16) -> Path:
+    """A DeepSeek-V2 of two dense layers: multi-head latent attention. A GPU's kernels want 512 and 64."""
     config = _transformers.DeepseekV2Config(
         **_SHAPE,
         num_key_value_heads=4,
-        kv_lora_rank=64,
+        kv_lora_rank=kv_lora_rank,
         q_lora_rank=None,
-        qk_rope_head_dim=16,
+        qk_rope_head_dim=rope_dim,
         qk_nope_head_dim=32,
         v_head_dim=32,
         moe_intermediate_size=32,
