@@ -1,0 +1,3 @@
+from sglang.srt.server_args import ServerArgs
+
+def parse_cuda_graph_config(server_args: ServerArgs) -> None: ...

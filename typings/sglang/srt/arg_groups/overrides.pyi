@@ -1,0 +1,3 @@
+from sglang.srt.server_args import ServerArgs
+
+def declare_resolution(server_args: ServerArgs, source: str, **fields: object) -> None: ...

@@ -1,0 +1,3 @@
+from sglang.srt.mem_cache.memory_pool import KVCache
+
+def get_token_to_kv_pool() -> KVCache: ...
