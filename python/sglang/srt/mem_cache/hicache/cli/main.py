@@ -16,6 +16,9 @@ from typing import TYPE_CHECKING, Final, get_args
 import click
 from rich.console import Console
 
+from sglang.srt.mem_cache.hicache.cli.bench.command import bench
+from sglang.srt.mem_cache.hicache.cli.explain.command import explain
+from sglang.srt.mem_cache.hicache.cli.plan.command import plan
 from sglang.srt.mem_cache.hicache.cli.ranks.messages import RankError
 from sglang.srt.mem_cache.hicache.cli.replay import config as options
 from sglang.srt.mem_cache.hicache.cli.replay.config import ReplayConfig, ReplayError, ReplayInputError
@@ -35,6 +38,8 @@ if TYPE_CHECKING:
 
 DISTRIBUTION: Final = "sglang-kv-layouts"
 DEFAULT_LAYOUTS: Final = ("identity", "cp_shared")
+
+OUTPUT_SUFFIXES: Final = {"--plot": ".png", "--report": ".html"}
 
 EXIT_OK: Final = 0
 EXIT_FAILED: Final = 1
@@ -118,6 +123,7 @@ def cli() -> None:
 )
 @click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write the results to this file.")
 @click.option("--plot", "plot_path", type=click.Path(path_type=Path), help="Write a PNG of hit share over the trace.")
+@click.option("--report", "report_path", type=click.Path(path_type=Path), help="Write the results as one HTML page.")
 @click.option("--seed", type=click.IntRange(0, options.MAX_SEED), default=0, help="Seed of the KV bytes and samples.")
 @click.option("--traceback", "show_traceback", is_flag=True, help="If a rank fails, show where in its code.")
 def replay(
@@ -136,6 +142,7 @@ def replay(
     verify: options.VerifyMode,
     json_path: Path | None,
     plot_path: Path | None,
+    report_path: Path | None,
     seed: int,
     show_traceback: bool,
 ) -> int:
@@ -145,7 +152,8 @@ def replay(
     are replayed. Pool sizes are per rank, so that layouts are compared at equal memory per rank.
     """
     trace_path = trace or DEFAULT_TRACE
-    check_outputs(trace_path, json_path, plot_path)
+    outputs = {"--json": json_path, "--plot": plot_path, "--report": report_path}
+    check_outputs(trace_path, outputs)
     options.check_layout_names(layouts)
     options.check_pool_page_size(pool, page_size)
     options.check_host_ratio(host_ratio)
@@ -166,7 +174,7 @@ def replay(
     )
     check_layouts(config, requests_trace)
     results = _run(config, requests_trace, show_traceback)
-    _show(config, requests_trace, results, json_path, plot_path)
+    _show(config, requests_trace, results, outputs)
     return EXIT_OK if all(result.passed for result in results.values()) else EXIT_FAILED
 
 
@@ -182,7 +190,10 @@ def check() -> int:
     return EXIT_OK if passed else EXIT_FAILED
 
 
+cli.add_command(explain)
+cli.add_command(plan)
 cli.add_command(soak)
+cli.add_command(bench)
 
 
 def check_layouts(config: ReplayConfig, trace: Trace) -> None:
@@ -200,18 +211,19 @@ def check_layouts(config: ReplayConfig, trace: Trace) -> None:
         check_device_tokens(trace, config.page_size, config.device_tokens, name, layout.logical_tokens)
 
 
-def check_outputs(trace_path: Path, json_path: Path | None, plot_path: Path | None) -> None:
+def check_outputs(trace_path: Path, outputs: Mapping[str, Path | None]) -> None:
     """Raise `ReplayInputError` for an output that could not be written, or would overwrite the trace or its twin."""
     taken = {trace_path.resolve(): "TRACE"}
-    for flag, path in (("--json", json_path), ("--plot", plot_path)):
+    for flag, path in outputs.items():
         options.check_output_file(flag, path)
         if path is None:
             continue
         if path.resolve() in taken:
             raise ReplayInputError(f"{flag} {path}: is the same file as {taken[path.resolve()]}")
         taken[path.resolve()] = flag
-    if plot_path is not None and plot_path.suffix.lower() != ".png":
-        raise ReplayInputError(f"--plot {plot_path}: must end with .png")
+        suffix = OUTPUT_SUFFIXES.get(flag, "")
+        if not path.name.lower().endswith(suffix):
+            raise ReplayInputError(f"{flag} {path}: must end with {suffix}")
 
 
 def _run(config: ReplayConfig, trace: Trace, show_traceback: bool) -> dict[str, LayoutResult]:
@@ -231,8 +243,7 @@ def _show(
     config: ReplayConfig,
     trace: Trace,
     results: Mapping[str, LayoutResult],
-    json_path: Path | None,
-    plot_path: Path | None,
+    outputs: Mapping[str, Path | None],
 ) -> None:
     """Print the table, then write the files. Raises `ReplayError` where a file could not be written after all."""
     from sglang.srt.mem_cache.hicache.cli.replay.report import print_report
@@ -240,13 +251,17 @@ def _show(
 
     print_report(Console(force_terminal=sys.stdout.isatty()), config, trace, results)
     try:
-        if json_path is not None:
+        if (json_path := outputs["--json"]) is not None:
             text = json.dumps(to_json(config, trace, results), indent=2, allow_nan=False)
             json_path.write_text(text + "\n", encoding="utf-8")
-        if plot_path is not None:
+        if (plot_path := outputs["--plot"]) is not None:
             from sglang.srt.mem_cache.hicache.cli.replay.plot import write_plot
 
             write_plot(plot_path, config, trace, results)
+        if (report_path := outputs["--report"]) is not None:
+            from sglang.srt.mem_cache.hicache.cli.replay.page.render import write_page
+
+            write_page(report_path, config, trace, results)
     except OSError as error:
         raise ReplayError(f"{error.filename or 'output'}: cannot be written: {error.strerror or error}") from error
 

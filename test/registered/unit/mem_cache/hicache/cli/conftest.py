@@ -10,8 +10,26 @@ from sglang.srt.mem_cache.hicache.cli.replay.results import HitPoint, LayoutResu
 from sglang.srt.mem_cache.hicache.cli.replay.trace import Trace, TraceRequest
 
 _SERIES = (
-    HitPoint(request_index=2, device_hit_tokens=100, host_hit_tokens=0, computed_tokens=900),
-    HitPoint(request_index=3, device_hit_tokens=100, host_hit_tokens=200, computed_tokens=700),
+    HitPoint(
+        request_index=2,
+        device_hit_tokens=100,
+        host_hit_tokens=0,
+        computed_tokens=900,
+        evicted_device_tokens=0,
+        evicted_host_tokens=128,
+        device_pages_per_lane=(10, 10),
+        host_pages_per_lane=(0, 0),
+    ),
+    HitPoint(
+        request_index=3,
+        device_hit_tokens=100,
+        host_hit_tokens=200,
+        computed_tokens=700,
+        evicted_device_tokens=64,
+        evicted_host_tokens=0,
+        device_pages_per_lane=(12, 8),
+        host_pages_per_lane=(13, 7),
+    ),
 )
 
 _IDENTITY = LayoutResult(
@@ -25,6 +43,10 @@ _IDENTITY = LayoutResult(
     host_bytes_per_rank=5 * 2**20,
     d2h_bytes_per_rank=(2048, 2048),
     h2d_bytes_per_rank=(512, 1536),
+    device_pages_per_rank=(12, 8),
+    host_pages_per_rank=(13, 7),
+    device_capacity_pages=16,
+    host_capacity_pages=33,
     page_imbalance=1.25,
     write_acks_per_rank=(1_234, 1_234),
     load_acks_per_rank=(7, 7),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from dataclasses import replace
@@ -94,6 +95,9 @@ BAD_ARGUMENTS = {
     "--json none/out.json": "--json none/out.json: directory none does not exist",
     "--plot none/out.png": "--plot none/out.png: directory none does not exist",
     "--plot out.pdf": "--plot out.pdf: must end with .png",
+    "--report out.png": "--report out.png: must end with .html",
+    "--report none/out.html": "--report none/out.html: directory none does not exist",
+    "--json same.html --report same.html": "--report same.html: is the same file as --json",
     "--json same.png --plot ./same.png": "--plot same.png: is the same file as --json",
     "--json requests.jsonl": "--json requests.jsonl: is the same file as TRACE",
     "--frobnicate": "No such option",
@@ -156,21 +160,32 @@ def test_version_and_help_exit_with_0(capsys: pytest.CaptureFixture[str]) -> Non
     assert capsys.readouterr().out.startswith("kvlayouts, version ")
     assert command.main(["replay", "--help"]) == 0
     shown = capsys.readouterr().out
-    for flag in ("--layout", "--cp-size", "--device-tokens", "--host-mem-layout", "--verify", "--json", "--plot"):
+    for flag in (
+        "--layout",
+        "--cp-size",
+        "--device-tokens",
+        "--host-mem-layout",
+        "--verify",
+        "--json",
+        "--plot",
+        "--report",
+    ):
         assert flag in shown
 
 
-def test_a_good_run_exits_with_0_and_writes_table_json_and_picture(
+def test_a_good_run_exits_with_0_and_writes_table_json_picture_and_page(
     trace_file: Path, driver: _Driver, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    out, picture = tmp_path / "out.json", tmp_path / "out.png"
-    status = command.main(["replay", str(trace_file), "--json", str(out), "--plot", str(picture)])
+    out, picture, page = tmp_path / "out.json", tmp_path / "out.png", tmp_path / "out.html"
+    outputs = ["--json", str(out), "--plot", str(picture), "--report", str(page)]
+    status = command.main(["replay", str(trace_file), *outputs])
     captured = capsys.readouterr()
     assert status == 0
     assert "cp_shared: 2.0x the capacity per rank of identity" in captured.out.splitlines()[-1]
     assert "\x1b" not in captured.out + captured.err
     assert list(json.loads(out.read_text(encoding="utf-8"))["layouts"]) == ["identity", "cp_shared"]
     assert picture.read_bytes().startswith(b"\x89PNG")
+    assert "<title>KV cache replay of requests.jsonl</title>" in page.read_text(encoding="utf-8")
     assert driver.config is not None
 
 
@@ -197,6 +212,19 @@ def test_every_option_reaches_the_run(trace_file: Path, driver: _Driver) -> None
     )
     assert driver.trace is not None
     assert [request.prompt_tokens for request in driver.trace.requests] == [88, 88, 88]
+
+
+@pytest.mark.parametrize("arguments", ["", "--layout cp_shared --cp-size 3 --pool mha --host-ratio 1.5 --requests 5"])
+def test_the_command_in_the_results_leads_to_the_same_run(arguments: str, trace_file: Path, driver: _Driver) -> None:
+    out = trace_file.with_suffix(".json")
+    assert command.main(["replay", str(trace_file), *arguments.split(), "--json", str(out)]) == 0
+    first = (driver.config, driver.trace)
+    document = json.loads(out.read_text(encoding="utf-8"))
+    assert document["config"]["trace"] == str(trace_file)
+    assert document["config"]["requests"] == len(driver.trace.requests if driver.trace else ())
+    program, *words = shlex.split(document["command"])
+    assert (program, command.main(words)) == ("kvlayouts", 0)
+    assert (driver.config, driver.trace) == first
 
 
 def test_without_arguments_the_shipped_trace_runs_with_the_documented_defaults(driver: _Driver) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import pickle
+import shlex
 from dataclasses import FrozenInstanceError, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -15,6 +17,8 @@ from sglang.srt.mem_cache.hicache.cli.replay.results import (
     ReplayConfig,
     ReplayError,
     ReplayInputError,
+    page_imbalance,
+    rerun_command,
     to_json,
 )
 
@@ -74,8 +78,10 @@ def test_hits_that_do_not_add_up_to_the_prompts_are_refused_with_both_numbers(id
 
 def test_a_hit_series_that_does_not_add_up_to_the_totals_is_refused(identity: LayoutResult) -> None:
     lost = replace(identity.hit_series[1], host_hit_tokens=199)
-    with pytest.raises(ReplayError, match=r"adds up to \(200, 199, 1600\)"):
+    with pytest.raises(ReplayError, match="host_hit_tokens of the hit series add up to 199, the run has 200"):
         replace(identity, hit_series=(identity.hit_series[0], lost))
+    with pytest.raises(ReplayError, match="evicted_device_tokens of the hit series add up to 64, the run has 65"):
+        replace(identity, evicted_device_tokens=65)
 
 
 def test_entries_for_differing_numbers_of_ranks_are_refused(identity: LayoutResult) -> None:
@@ -104,14 +110,34 @@ def test_a_mismatch_or_a_disagreement_fails_the_run(fields: dict[str, Any], iden
     assert not replace(identity, **fields).passed
 
 
+def _request(device: int, *, host: int = 0, evicted: int = 0, pages: tuple[int, ...] = (1,)) -> HitPoint:
+    """One request, told to a recorder; one token of it was computed."""
+    return HitPoint(
+        request_index=1,
+        device_hit_tokens=device,
+        host_hit_tokens=host,
+        computed_tokens=1,
+        evicted_device_tokens=evicted,
+        evicted_host_tokens=3 * evicted,
+        device_pages_per_lane=pages,
+        host_pages_per_lane=pages[::-1],
+    )
+
+
+def test_imbalance_is_the_fullest_lane_against_the_mean_of_both_tiers() -> None:
+    assert page_imbalance((1, 2, 3), (3, 2, 1)) == 1.0
+    assert page_imbalance((6, 0), (2, 0)) == 2.0
+    assert page_imbalance((0, 0), (0, 0)) == 1.0
+
+
 def test_the_recorder_closes_windows_of_equal_length_and_loses_no_token() -> None:
     recorder = HitSeriesRecorder(requests=5, points=3)
     for number in range(5):
-        recorder.add(device_hit_tokens=number, host_hit_tokens=10 * number, computed_tokens=1)
+        recorder.add(_request(number, host=10 * number, evicted=2, pages=(number, 7)))
     assert recorder.series() == (
-        HitPoint(request_index=2, device_hit_tokens=1, host_hit_tokens=10, computed_tokens=2),
-        HitPoint(request_index=4, device_hit_tokens=5, host_hit_tokens=50, computed_tokens=2),
-        HitPoint(request_index=5, device_hit_tokens=4, host_hit_tokens=40, computed_tokens=1),
+        replace(_request(1, host=10, evicted=4, pages=(1, 7)), request_index=2, computed_tokens=2),
+        replace(_request(5, host=50, evicted=4, pages=(3, 7)), request_index=4, computed_tokens=2),
+        replace(_request(4, host=40, evicted=2, pages=(4, 7)), request_index=5),
     )
 
 
@@ -119,7 +145,7 @@ def test_the_recorder_closes_windows_of_equal_length_and_loses_no_token() -> Non
 def test_the_recorder_makes_at_most_fifty_windows(requests: int) -> None:
     recorder = HitSeriesRecorder(requests)
     for _ in range(requests):
-        recorder.add(device_hit_tokens=0, host_hit_tokens=0, computed_tokens=1)
+        recorder.add(_request(0))
     series = recorder.series()
     assert len(series) <= 50
     assert series[-1].request_index == requests
@@ -131,7 +157,7 @@ def test_the_json_form_has_every_promised_key_and_survives_a_round_trip(
 ) -> None:
     document = to_json(config, trace, {"identity": identity, "cp_shared": sharded})
     read = json.loads(json.dumps(document, allow_nan=False))
-    assert list(read) == ["trace", "config", "layouts"]
+    assert list(read) == ["trace", "config", "command", "layouts"]
     assert list(read["layouts"]) == ["identity", "cp_shared"]
     assert read["layouts"]["identity"] == {
         "requests": 3,
@@ -145,6 +171,10 @@ def test_the_json_form_has_every_promised_key_and_survives_a_round_trip(
         "host_bytes_per_rank": 5 * 2**20,
         "d2h_bytes_per_rank": [2048, 2048],
         "h2d_bytes_per_rank": [512, 1536],
+        "device_pages_per_rank": [12, 8],
+        "host_pages_per_rank": [13, 7],
+        "device_capacity_pages": 16,
+        "host_capacity_pages": 33,
         "page_imbalance": 1.25,
         "write_acks_per_rank": [1234, 1234],
         "load_acks_per_rank": [7, 7],
@@ -157,8 +187,26 @@ def test_the_json_form_has_every_promised_key_and_survives_a_round_trip(
         "refused_backups": 5,
         "requests_per_second": 2.0,
         "hit_series": [
-            {"request_index": 2, "device_hit_tokens": 100, "host_hit_tokens": 0, "computed_tokens": 900},
-            {"request_index": 3, "device_hit_tokens": 100, "host_hit_tokens": 200, "computed_tokens": 700},
+            {
+                "request_index": 2,
+                "device_hit_tokens": 100,
+                "host_hit_tokens": 0,
+                "computed_tokens": 900,
+                "evicted_device_tokens": 0,
+                "evicted_host_tokens": 128,
+                "device_pages_per_lane": [10, 10],
+                "host_pages_per_lane": [0, 0],
+            },
+            {
+                "request_index": 3,
+                "device_hit_tokens": 100,
+                "host_hit_tokens": 200,
+                "computed_tokens": 700,
+                "evicted_device_tokens": 64,
+                "evicted_host_tokens": 0,
+                "device_pages_per_lane": [12, 8],
+                "host_pages_per_lane": [13, 7],
+            },
         ],
     }
 
@@ -177,4 +225,18 @@ def test_the_json_form_tells_the_trace_and_every_option(
         "infinite_cache_hit_share": 512 / 2000,
         "infinite_cache_block_hit_share": 1 / 4,
     }
-    assert ReplayConfig(**(read["config"] | {"layouts": tuple(read["config"]["layouts"])})) == config
+    told = read["config"]
+    assert (told.pop("trace"), told.pop("requests")) == (None, 3)
+    assert ReplayConfig(**(told | {"layouts": tuple(told["layouts"])})) == config
+
+
+def test_the_command_to_run_it_again_names_the_trace_as_given_and_every_option(
+    config: ReplayConfig, trace: Trace
+) -> None:
+    named = replace(trace, path=Path("some folder/made.jsonl"))
+    assert shlex.split(rerun_command(config, named))[:3] == ["kvlayouts", "replay", "some folder/made.jsonl"]
+    assert rerun_command(replace(config, host_ratio=0.75, seed=7), trace) == (
+        "kvlayouts replay --layout identity --layout cp_shared --requests 3 --device-tokens 1024 --cp-size 2 "
+        "--pool mla --page-size 64 --host-ratio 0.75 --policy write_through --eviction-policy lru "
+        "--host-mem-layout layer_first --block-tokens 512 --verify all --seed 7"
+    )

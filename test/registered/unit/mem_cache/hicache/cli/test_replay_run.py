@@ -140,16 +140,17 @@ def test_on_one_rank_both_layouts_do_the_same(tmp_path: Path) -> None:
     assert replace(identity, seconds=1.0) == replace(shared, seconds=1.0)
 
 
-def test_the_command_writes_table_json_and_picture_of_a_real_run(
+def test_the_command_writes_table_json_picture_and_page_of_a_real_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    out, picture = tmp_path / "out.json", tmp_path / "out.png"
-    status = _run_command(tmp_path, "--json", str(out), "--plot", str(picture))
+    out, picture, page = tmp_path / "out.json", tmp_path / "out.png", tmp_path / "out.html"
+    status = _run_command(tmp_path, "--json", str(out), "--plot", str(picture), "--report", str(page))
     captured = capsys.readouterr()
     assert status == 0
     assert "ranks agree" in captured.out.splitlines()[-1]
     assert without_progress(captured.err) == []
     assert picture.read_bytes().startswith(b"\x89PNG")
+    assert page.read_text(encoding="utf-8").count("<svg") == 3 * len(BOTH)
     found = json.loads(out.read_text(encoding="utf-8"))
     assert {"trace", "layouts"} <= set(found)
     assert list(found["layouts"]) == list(BOTH)
@@ -162,6 +163,15 @@ def test_the_command_writes_table_json_and_picture_of_a_real_run(
         for key in ("d2h_bytes_per_rank", "h2d_bytes_per_rank", "write_acks_per_rank", "load_acks_per_rank"):
             assert len(layout[key]) == 2
         assert layout["seconds"] > 0
+        assert layout["evicted_device_tokens"] > 0
+        for key in ("device_hit_tokens", "host_hit_tokens", "evicted_device_tokens", "evicted_host_tokens"):
+            assert sum(window[key] for window in layout["hit_series"]) == layout[key], key
+        assert layout["device_capacity_pages"] == 384 // 16
+        assert layout["host_capacity_pages"] == 2 * 384 // 16 + 1
+        for tier in ("device", "host"):
+            assert len(layout[f"{tier}_pages_per_rank"]) == 2
+            assert all(0 < used <= layout[f"{tier}_capacity_pages"] for used in layout[f"{tier}_pages_per_rank"])
+            assert set(layout[f"{tier}_pages_per_rank"]) == set(layout["hit_series"][-1][f"{tier}_pages_per_lane"])
 
 
 def test_progress_of_each_layout_grows_to_the_number_of_requests(tmp_path: Path) -> None:

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from pathlib import Path
+from unittest.mock import patch
 
 import pytest
+from _caches import CacheSpec, CacheTestCase
 from _fork_server import forking_context_for_tests
+from _groups import Group
 from _replays import FAULTY_LAYOUTS, rank_processes
 from sglang.test.ci.ci_register import register_cpu_ci
 
 from sglang.srt.mem_cache.hicache.cli import main as command
 from sglang.srt.mem_cache.hicache.cli.ranks.messages import RankError
 from sglang.srt.mem_cache.hicache.cli.replay.config import ReplayInputError
+from sglang.srt.mem_cache.hicache.cli.replay.content import KVContent
 from sglang.srt.mem_cache.hicache.cli.soak.config import FAULTS, SoakConfig, repeat_command
 from sglang.srt.mem_cache.hicache.cli.soak.driver import run_soak
-
-if TYPE_CHECKING:
-    from pathlib import Path
+from sglang.srt.mem_cache.hicache.cli.soak.rank import SoakRank
+from sglang.srt.mem_cache.layouts import PoolKind
 
 register_cpu_ci(est_time=60, suite="base-a-test-cpu")
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
@@ -80,6 +84,23 @@ def test_a_layout_that_copies_wrongly_is_a_violation_and_says_how_to_repeat_it(
     assert f"again with: kvlayouts soak --ranks 2 --layout {layout}" in shown
 
 
+def test_a_rank_that_raises_is_named_with_the_event_and_the_command_that_leads_to_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(FAULTY_LAYOUTS))
+    arguments = ["--ranks", "2", "--events", "4000", "--layout", "breaks_on_rank_1", "--seed", "3"]
+    assert command.main(["soak", *arguments]) == 1
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "error:" in line]
+    found = re.search(
+        r"rank 1 of 2 failed: soak at event (\d+), after event .*; again with: (kvlayouts soak .*?): ", line
+    )
+    assert found is not None, line
+    assert line.endswith("ZeroDivisionError: three backups are enough")
+    assert "--layout breaks_on_rank_1" in found[2]
+    assert f"--events {int(found[1]) + 1}" in found[2]
+    assert rank_processes() == []
+
+
 def test_ranks_that_place_pages_differently_fail_or_disagree(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(FAULTY_LAYOUTS))
     try:
@@ -94,6 +115,7 @@ def test_ranks_that_place_pages_differently_fail_or_disagree(monkeypatch: pytest
     ("arguments", "words"),
     [
         ("--faults delay,thunder", "--faults thunder: must be among delay,"),
+        ("--faults delay,abort,delay", "--faults delay: given twice; each kind is named once"),
         ("--minutes 0", "--minutes 0: must be above 0"),
         ("--minutes 1 --events 5", "--minutes 1: must not be given together with --events 5"),
         ("--layout zigzag", "--layout zigzag: unknown; known layouts are identity, cp_shared"),
@@ -108,6 +130,34 @@ def test_bad_input_is_one_line_that_names_the_flag(
     assert command.main(["soak", *arguments.split()]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert words in line
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a file that cannot be written")
+def test_figures_that_cannot_be_written_are_an_error_after_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["soak", "--ranks", "1", "--events", "50", "--json", "/dev/full"]) == 1
+    shown = capsys.readouterr()
+    assert "violations" in shown.out
+    assert "--json /dev/full: cannot be written: No space left on device" in shown.err
+
+
+class TestSlowRank(CacheTestCase):
+    def test_one_rank_naps_at_a_time_whatever_the_layout(self) -> None:
+        for layout in ("identity", "cp_shared"):
+            with self.subTest(layout=layout):
+                config = replace(CONFIG, layout=layout, faults=("slow-rank",))
+                group = Group(CacheSpec(layout=layout, ranks=2, pool=PoolKind.MHA))
+                soaks = [
+                    SoakRank(config, rank.cache, KVContent(rank.device_pool, page_size=4, seed=0), rank.number)
+                    for rank in group.ranks
+                ]
+                naps = [[self._naps(soak) for soak in soaks] for _ in range(40)]
+                self.assertEqual({sum(at_once) for at_once in naps}, {1})
+                self.assertEqual({at_once.index(1) for at_once in naps}, {0, 1})
+
+    def _naps(self, soak: SoakRank) -> int:
+        with patch("time.sleep") as sleep:
+            soak._nap()  # noqa: SLF001  # the fault itself, without the events around it
+        return sleep.call_count
 
 
 def test_the_command_that_repeats_a_soak_names_every_option_that_matters() -> None:

@@ -78,8 +78,10 @@ class _Forwarder(logging.Handler):
         self._outbox = outbox
 
     def emit(self, record: logging.LogRecord) -> None:
-        origin = f"{record.pathname}:{record.lineno}"
-        self._outbox.send(Logged(origin=origin, text=" ".join(record.getMessage().split())))
+        text = " ".join(record.getMessage().split())
+        # All Python warnings are logged from one line of the standard library; their texts begin with their own.
+        origin = text if record.name == "py.warnings" else f"{record.pathname}:{record.lineno}"
+        self._outbox.send(Logged(origin=origin, text=text))
 
 
 def silence_expected_warnings() -> None:

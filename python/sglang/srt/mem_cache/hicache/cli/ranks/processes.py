@@ -131,9 +131,10 @@ def _ranks(job: Job, count: int, folder: Path, peer_seconds: float) -> Iterator[
             ranks.append(_Rank(number, process, ours))
         yield ranks
     finally:
-        lifeline.close()
-        their_line.close()
-        _end(ranks)
+        with _interrupts_ignored():
+            lifeline.close()
+            their_line.close()
+            _end(ranks)
 
 
 def forking_context(*modules: str) -> ForkServerContext:
@@ -159,24 +160,23 @@ def forking_context(*modules: str) -> ForkServerContext:
     return context
 
 
-def _end(ranks: list[_Rank]) -> None:
-    """Ranks end with the lifeline; those that cannot, since they are stopped or stuck, are killed.
-
-    Another interrupt is ignored meanwhile: it asks for what is being done.
-    """
+@contextmanager
+def _interrupts_ignored() -> Iterator[None]:
+    """Another interrupt asks for what is being done. Off the main thread there is none to ignore."""
     if threading.current_thread() is not threading.main_thread():
-        _join_or_kill(ranks)
+        yield
         return
     # Blocking the signals would not do: another thread would take them, and Python raises in this one.
     handlers = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        _join_or_kill(ranks)
+        yield
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
 
 
-def _join_or_kill(ranks: list[_Rank]) -> None:
+def _end(ranks: list[_Rank]) -> None:
+    """Ranks end with the lifeline; those that cannot, since they are stopped or stuck, are killed."""
     deadline = time.monotonic() + _END_SECONDS
     for rank in ranks:
         rank.process.join(max(0.0, deadline - time.monotonic()))

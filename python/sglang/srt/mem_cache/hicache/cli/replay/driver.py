@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from sglang.srt.mem_cache.hicache.cli.ranks.messages import RankError
 from sglang.srt.mem_cache.hicache.cli.ranks.processes import PEER_SECONDS, run_job
-from sglang.srt.mem_cache.hicache.cli.replay.results import LayoutResult, ReplayError
+from sglang.srt.mem_cache.hicache.cli.replay.results import LayoutResult, ReplayError, page_imbalance
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -64,10 +64,15 @@ def _combine(trace: Trace, finished: list[Finished]) -> LayoutResult:
     reports: list[RankReport] = [message.report for message in finished]
     first = reports[0]
     logical = {
-        (report.device_hit_tokens, report.host_hit_tokens, report.computed_tokens, report.used_pages_per_rank)
+        (
+            report.device_hit_tokens,
+            report.host_hit_tokens,
+            report.computed_tokens,
+            report.device_pages_per_lane,
+            report.host_pages_per_lane,
+        )
         for report in reports
     }
-    used = first.used_pages_per_rank
     return LayoutResult(
         requests=first.requests,
         prompt_tokens=trace.prompt_tokens,
@@ -79,7 +84,11 @@ def _combine(trace: Trace, finished: list[Finished]) -> LayoutResult:
         host_bytes_per_rank=first.host_bytes,
         d2h_bytes_per_rank=tuple(report.stats.backed_up_bytes for report in reports),
         h2d_bytes_per_rank=tuple(report.stats.loaded_bytes for report in reports),
-        page_imbalance=max(used) * len(used) / sum(used) if sum(used) else 1.0,
+        device_pages_per_rank=tuple(report.device_pages_per_lane[report.lane] for report in reports),
+        host_pages_per_rank=tuple(report.host_pages_per_lane[report.lane] for report in reports),
+        device_capacity_pages=first.device_capacity_pages,
+        host_capacity_pages=first.host_capacity_pages,
+        page_imbalance=page_imbalance(first.device_pages_per_lane, first.host_pages_per_lane),
         write_acks_per_rank=tuple(report.stats.backups for report in reports),
         load_acks_per_rank=tuple(report.stats.loads for report in reports),
         digests_equal=len(logical) == 1 and all(report.digests_equal for report in reports),

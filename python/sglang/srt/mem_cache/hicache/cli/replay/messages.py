@@ -12,7 +12,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankReport:
-    """What one rank found with one layout. Token counts are equal on all ranks if they agree."""
+    """What one rank found with one layout. Token counts and pages in use are equal on all ranks if they agree.
+
+    `lane` is the one whose pages this rank stores; `_capacity_pages` are those of one lane.
+    """
 
     requests: int
     device_hit_tokens: int
@@ -21,7 +24,11 @@ class RankReport:
     logical_capacity_tokens: int
     device_bytes: int
     host_bytes: int
-    used_pages_per_rank: tuple[int, ...]
+    lane: int
+    device_pages_per_lane: tuple[int, ...]
+    host_pages_per_lane: tuple[int, ...]
+    device_capacity_pages: int
+    host_capacity_pages: int
     stats: CacheStats
     digests_equal: bool
     verified_tokens: int

@@ -13,15 +13,13 @@ from matplotlib.figure import Figure
 from matplotlib.patheffects import Normal, Stroke
 from matplotlib.ticker import MaxNLocator, PercentFormatter, StrMethodFormatter
 
-from sglang.srt.mem_cache.hicache.cli.replay.results import HitPoint
-
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from matplotlib.axes import Axes
 
-    from sglang.srt.mem_cache.hicache.cli.replay.results import LayoutResult, ReplayConfig
+    from sglang.srt.mem_cache.hicache.cli.replay.results import HitPoint, LayoutResult, ReplayConfig
     from sglang.srt.mem_cache.hicache.cli.replay.trace import Trace
 
 DEVICE_COLOUR: Final = "#0072B2"
@@ -90,20 +88,13 @@ def _draw_base(axes: Axes, base: str, result: LayoutResult) -> None:
 
 
 def _windows(result: LayoutResult) -> tuple[Sequence[HitPoint], list[int]]:
-    """The windows and their edges in requests; one window over all where the run has no series."""
-    points: Sequence[HitPoint] = result.hit_series or (
-        HitPoint(
-            request_index=result.requests,
-            device_hit_tokens=result.device_hit_tokens,
-            host_hit_tokens=result.host_hit_tokens,
-            computed_tokens=result.computed_tokens,
-        ),
-    )
+    """The windows and their edges in requests."""
+    points = result.windows
     return points, [0, *(point.request_index for point in points)]
 
 
 def _highest_share(result: LayoutResult) -> float:
-    return max(_share(point.device_hit_tokens + point.host_hit_tokens, point) for point in _windows(result)[0])
+    return max(_share(point.device_hit_tokens + point.host_hit_tokens, point) for point in result.windows)
 
 
 def _share(tokens: int, point: HitPoint) -> float:

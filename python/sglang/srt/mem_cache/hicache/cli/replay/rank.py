@@ -21,7 +21,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.hicache.cli.ranks.cache import LAYERS, build_rank_cache
 from sglang.srt.mem_cache.hicache.cli.replay.content import KVContent, Words, prefix_sums
 from sglang.srt.mem_cache.hicache.cli.replay.messages import RankReport
-from sglang.srt.mem_cache.hicache.cli.replay.results import HitSeriesRecorder
+from sglang.srt.mem_cache.hicache.cli.replay.results import HitPoint, HitSeriesRecorder
 from sglang.srt.mem_cache.hicache.cli.replay.trace import token_ids
 from sglang.srt.mem_cache.hicache.device_pools import DsaGeometry, Geometry, MhaGeometry, MlaGeometry
 from sglang.srt.mem_cache.hicache.device_pools import bytes_of as device_bytes_of
@@ -63,9 +63,10 @@ class RankReplay:
         )
         self.device_pool, self.layout = built.device_pool, built.layout
         self.allocator, self.cache = built.allocator, built.cache
+        self._lane_pages = self.allocator.num_pages // self.layout.lane_count
         self._content = KVContent(self.device_pool, page_size=config.page_size, seed=config.seed)
         self._sampler = np.random.default_rng(config.seed)
-        self._totals = [0, 0, 0]
+        self._evicted = (0, 0)
         self._verified = 0
         self._mismatched = 0
 
@@ -76,14 +77,11 @@ class RankReplay:
         every = max(1, requests // CHECKPOINTS)
         digests_equal = True
         for done, request in enumerate(trace.requests, 1):
-            device, host, computed = self._serve(request)
-            series.add(device_hit_tokens=device, host_hit_tokens=host, computed_tokens=computed)
-            for tier, tokens in enumerate((device, host, computed)):
-                self._totals[tier] += tokens
+            series.add(self._point(done, *self._serve(request)))
             if done % every == 0 or done == requests:
                 digests_equal &= self._digests_equal()
             on_request(done)
-        return self._report(requests, digests_equal, series)
+        return self._report(digests_equal, series.series())
 
     # One request.
 
@@ -170,23 +168,39 @@ class RankReplay:
         dist.all_gather(found, mine)
         return len({int(digest) for digest in found}) == 1
 
-    def _report(self, requests: int, digests_equal: bool, series: HitSeriesRecorder) -> RankReport:
-        device, host, computed = self._totals
-        lane_pages = self.allocator.num_pages // self.layout.lane_count
-        host_used = self.cache.cache_controller.ledger.used_pages
-        device_used = (lane_pages - self.cache.slots.room_pages()).tolist()
-        return RankReport(
-            requests=requests,
+    def _point(self, done: int, device: int, host: int, computed: int) -> HitPoint:
+        """The request that was just served, `done` of them so far, as a window of its own."""
+        stats = self.cache.stats
+        before, self._evicted = self._evicted, (stats.evicted_device_tokens, stats.evicted_host_tokens)
+        return HitPoint(
+            request_index=done,
             device_hit_tokens=device,
             host_hit_tokens=host,
             computed_tokens=computed,
+            evicted_device_tokens=self._evicted[0] - before[0],
+            evicted_host_tokens=self._evicted[1] - before[1],
+            device_pages_per_lane=tuple((self._lane_pages - self.cache.slots.room_pages()).tolist()),
+            host_pages_per_lane=self.cache.cache_controller.ledger.used_pages,
+        )
+
+    def _report(self, digests_equal: bool, series: tuple[HitPoint, ...]) -> RankReport:
+        last = series[-1]
+        return RankReport(
+            requests=last.request_index,
+            device_hit_tokens=sum(point.device_hit_tokens for point in series),
+            host_hit_tokens=sum(point.host_hit_tokens for point in series),
+            computed_tokens=sum(point.computed_tokens for point in series),
             logical_capacity_tokens=self.allocator.size,
             device_bytes=device_bytes_of(self.device_pool),
             host_bytes=host_bytes_of(self.cache.token_to_kv_pool_host),
-            used_pages_per_rank=tuple(int(d) + h for d, h in zip(device_used, host_used, strict=True)),
+            lane=self.layout.lane,
+            device_pages_per_lane=last.device_pages_per_lane,
+            host_pages_per_lane=last.host_pages_per_lane,
+            device_capacity_pages=self._lane_pages,
+            host_capacity_pages=self.cache.cache_controller.ledger.capacity_pages,
             stats=self.cache.stats,
             digests_equal=digests_equal,
             verified_tokens=self._verified,
             mismatched_tokens=self._mismatched,
-            hit_series=series.series(),
+            hit_series=series,
         )

@@ -8,6 +8,8 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
+from sglang.srt.mem_cache.hicache.cli.replay.numbers import count, percent, show_bytes, show_range
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
@@ -15,9 +17,6 @@ if TYPE_CHECKING:
 
     from sglang.srt.mem_cache.hicache.cli.replay.results import LayoutResult, ReplayConfig
     from sglang.srt.mem_cache.hicache.cli.replay.trace import Trace
-
-MIB = 2**20
-GIB = 2**30
 
 
 def print_report(console: Console, config: ReplayConfig, trace: Trace, results: Mapping[str, LayoutResult]) -> None:
@@ -35,7 +34,7 @@ def build_table(results: Mapping[str, LayoutResult]) -> Table:
     table.add_column("", no_wrap=True)
     for name in results:
         table.add_column(name, justify="right", overflow="fold")
-    for rows in (_HIT_ROWS, _MEMORY_ROWS, _AGREEMENT_ROWS):
+    for _, rows in TABLE_SECTIONS:
         for label, show in rows:
             table.add_row(label, *(show(result) for result in results.values()))
         table.add_section()
@@ -50,10 +49,10 @@ def verdict(results: Mapping[str, LayoutResult]) -> str:
 def _headline(config: ReplayConfig, trace: Trace) -> str:
     hits = trace.infinite_cache_hits()
     return (
-        f"{trace.name}: {_count(len(trace.requests))} requests, {_count(trace.prompt_tokens)} prompt tokens;\n"
-        f"{trace.block_tokens} tokens a block; an infinite cache would serve {_percent(hits.token_share)}\n"
+        f"{trace.name}: {count(len(trace.requests))} requests, {count(trace.prompt_tokens)} prompt tokens;\n"
+        f"{trace.block_tokens} tokens a block; an infinite cache would serve {percent(hits.token_share)}\n"
         f"{config.cp_size} ranks, {config.pool} pool, pages of {config.page_size} tokens\n"
-        f"per rank: {_count(config.device_tokens)} device tokens, {config.host_ratio:g}x that on host\n"
+        f"per rank: {count(config.device_tokens)} device tokens, {config.host_ratio:g}x that on host\n"
         f"{config.policy}, {config.eviction_policy} eviction, {config.host_layout} host memory\n"
     )
 
@@ -63,10 +62,10 @@ def _comparison(results: Mapping[str, LayoutResult]) -> str:
     base = min(names, key=lambda name: results[name].logical_capacity_tokens)
     base_result = results[base]
     if len(names) == 1:
-        return f"{base}: hit share {_percent(base_result.hit_share)}"
+        return f"{base}: hit share {percent(base_result.hit_share)}"
     return "; ".join(
         f"{name}: {result.logical_capacity_tokens / base_result.logical_capacity_tokens:.1f}x the capacity per rank "
-        f"of {base}, hit share {_percent(result.hit_share)} vs {_percent(base_result.hit_share)}"
+        f"of {base}, hit share {percent(result.hit_share)} vs {percent(base_result.hit_share)}"
         for name, result in results.items()
         if name != base
     )
@@ -83,14 +82,14 @@ def _soundness(results: Mapping[str, LayoutResult]) -> str:
         bytes_words = f"no bytes verified for {', '.join(unverified)}, no mismatch elsewhere"
     else:
         total = sum(result.verified_tokens for result in results.values())
-        bytes_words = f"all bytes of {_count(total)} verified tokens right"
+        bytes_words = f"all bytes of {count(total)} verified tokens right"
     return f"{bytes_words}, ranks agree"
 
 
 def _faults(name: str, result: LayoutResult) -> list[str]:
     faults = []
     if result.mismatched_tokens:
-        wrong, verified = _count(result.mismatched_tokens), _count(result.verified_tokens)
+        wrong, verified = count(result.mismatched_tokens), count(result.verified_tokens)
         faults.append(f"{name}: {wrong} of {verified} verified tokens wrong")
     if not result.digests_equal:
         faults.append(f"{name}: ranks have different trees")
@@ -99,60 +98,45 @@ def _faults(name: str, result: LayoutResult) -> list[str]:
     return faults
 
 
-def _count(value: int) -> str:
-    return f"{value:,}"
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.1f} %"
-
-
-def _bytes(value: int) -> str:
-    if value >= GIB:
-        return f"{value / GIB:,.2f} GiB"
-    if value >= MIB:
-        return f"{value / MIB:,.1f} MiB"
-    return f"{value / 1024:,.1f} KiB" if value >= 1024 else f"{value} B"
-
-
-def _range(values: tuple[int, ...], show: Callable[[int], str]) -> str:
-    """One value where all ranks show the same, else the least and the greatest."""
-    low, high = show(min(values)), show(max(values))
-    return low if low == high else f"{low} .. {high}"
-
-
 def _tokens_with_share(tokens: int, result: LayoutResult) -> str:
     share = tokens / result.prompt_tokens if result.prompt_tokens else 0.0
-    return f"{_count(tokens)} ({_percent(share):>6})"
+    return f"{count(tokens)} ({percent(share):>6})"
 
 
 Rows = tuple[tuple[str, "Callable[[LayoutResult], str]"], ...]
 
 _HIT_ROWS: Rows = (
-    ("requests", lambda r: _count(r.requests)),
-    ("prompt tokens", lambda r: _count(r.prompt_tokens)),
+    ("requests", lambda r: count(r.requests)),
+    ("prompt tokens", lambda r: count(r.prompt_tokens)),
     ("  served from device", lambda r: _tokens_with_share(r.device_hit_tokens, r)),
     ("  served from host", lambda r: _tokens_with_share(r.host_hit_tokens, r)),
     ("  computed", lambda r: _tokens_with_share(r.computed_tokens, r)),
-    ("hit share", lambda r: _percent(r.hit_share)),
+    ("hit share", lambda r: percent(r.hit_share)),
 )
 _MEMORY_ROWS: Rows = (
-    ("logical capacity, tokens", lambda r: _count(r.logical_capacity_tokens)),
-    ("device KV per rank", lambda r: _bytes(r.device_bytes_per_rank)),
-    ("host KV per rank", lambda r: _bytes(r.host_bytes_per_rank)),
-    ("device to host per rank", lambda r: _range(r.d2h_bytes_per_rank, _bytes)),
-    ("host to device per rank", lambda r: _range(r.h2d_bytes_per_rank, _bytes)),
+    ("logical capacity, tokens", lambda r: count(r.logical_capacity_tokens)),
+    ("device KV per rank", lambda r: show_bytes(r.device_bytes_per_rank)),
+    ("host KV per rank", lambda r: show_bytes(r.host_bytes_per_rank)),
+    ("device to host per rank", lambda r: show_range(r.d2h_bytes_per_rank, show_bytes)),
+    ("host to device per rank", lambda r: show_range(r.h2d_bytes_per_rank, show_bytes)),
     ("page imbalance, max/mean", lambda r: f"{r.page_imbalance:.3f}"),
-    ("evicted from device, tokens", lambda r: _count(r.evicted_device_tokens)),
-    ("evicted from host, tokens", lambda r: _count(r.evicted_host_tokens)),
-    ("refused backups", lambda r: _count(r.refused_backups)),
+    ("evicted from device, tokens", lambda r: count(r.evicted_device_tokens)),
+    ("evicted from host, tokens", lambda r: count(r.evicted_host_tokens)),
+    ("refused backups", lambda r: count(r.refused_backups)),
 )
 _AGREEMENT_ROWS: Rows = (
-    ("write acks per rank", lambda r: _range(r.write_acks_per_rank, _count)),
-    ("load acks per rank", lambda r: _range(r.load_acks_per_rank, _count)),
+    ("write acks per rank", lambda r: show_range(r.write_acks_per_rank, count)),
+    ("load acks per rank", lambda r: show_range(r.load_acks_per_rank, count)),
     ("tree digests", lambda r: "equal" if r.digests_equal else "DIFFERENT"),
-    ("verified tokens", lambda r: _count(r.verified_tokens)),
-    ("mismatched tokens", lambda r: _count(r.mismatched_tokens)),
+    ("verified tokens", lambda r: count(r.verified_tokens)),
+    ("mismatched tokens", lambda r: count(r.mismatched_tokens)),
     ("seconds", lambda r: f"{r.seconds:,.1f}"),
     ("requests/s", lambda r: f"{r.requests_per_second:,.1f}"),
 )
+
+TABLE_SECTIONS: tuple[tuple[str, Rows], ...] = (
+    ("Hits", _HIT_ROWS),
+    ("Memory and traffic", _MEMORY_ROWS),
+    ("Agreement and speed", _AGREEMENT_ROWS),
+)
+"""The table's rows in groups, each with a heading that the terminal leaves out."""

@@ -63,11 +63,15 @@ class InfiniteCacheHits:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trace:
-    """Requests in the order of the file; request `i` stood on line `i + 1`. At least one request."""
+    """Requests in the order of the file; request `i` stood on line `i + 1`. At least one request.
+
+    `path` is the file as it was given; None for the trace that ships with this package, and for one made in memory.
+    """
 
     name: str
     requests: tuple[TraceRequest, ...]
     block_tokens: int
+    path: Path | None = None
 
     @property
     def prompt_tokens(self) -> int:
@@ -146,7 +150,8 @@ def read_trace(path: Path, *, block_tokens: int = TRACE_BLOCK_TOKENS, max_reques
         raise ReplayInputError(
             f"--requests {max_requests}: must be between 1 and {len(requests)}, the trace's requests"
         )
-    return Trace(name=path.name, requests=requests, block_tokens=block_tokens)
+    given = None if path == DEFAULT_TRACE else path
+    return Trace(name=path.name, requests=requests, block_tokens=block_tokens, path=given)
 
 
 def _read_requests(file: BinaryIO, path: Path, block_tokens: int, max_requests: int | None) -> Iterator[TraceRequest]:

@@ -71,6 +71,8 @@ class SoakConfig:
         for fault in self.faults:
             if fault not in FAULTS:
                 raise ReplayInputError(f"--faults {fault}: must be among {','.join(FAULTS)}")
+            if self.faults.count(fault) > 1:
+                raise ReplayInputError(f"--faults {fault}: given twice; each kind is named once")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -71,11 +71,6 @@ class DeferredTransfer:
         for copy in list(self._loads):
             copy.synchronize()
 
-    @property
-    def pending(self) -> int:
-        """Copies that were submitted and have not run."""
-        return len(self._backups) + len(self._loads)
-
     def _submit(self, queue: list[_LateCopy], run: Callable[[], TransferCompletion]) -> TransferCompletion:
         polls = self._polls()
         if polls == 0 and not queue:

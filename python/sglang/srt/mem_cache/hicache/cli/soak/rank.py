@@ -39,6 +39,7 @@ class SoakRank:
 
     def __init__(self, config: SoakConfig, cache: HiRadixCache[Any], content: KVContent, rank: int) -> None:
         self._config = config
+        self._rank = rank
         self._plan = random.Random(config.seed)
         self._own = random.Random(f"{config.seed}/{rank}")
         self.cache = cache
@@ -142,7 +143,7 @@ class SoakRank:
     def _nap(self) -> None:
         sleeper = self._plan.randrange(self._config.ranks)
         self.faults["slow-rank"] += 1
-        if sleeper == self.cache.layout.lane:
+        if sleeper == self._rank:
             time.sleep(NAP_SECONDS)
 
     def _split_in_flight(self) -> str:

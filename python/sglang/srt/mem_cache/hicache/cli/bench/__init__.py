@@ -1,0 +1,1 @@
+"""`kvlayouts bench`: this package's tree, plans and orders beside SGLang's own, in one run."""

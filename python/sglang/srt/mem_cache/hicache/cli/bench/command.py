@@ -1,0 +1,61 @@
+"""`kvlayouts bench`: options in, one table out."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+from rich.console import Console
+
+from sglang.srt.mem_cache.hicache.cli.bench.config import BENCHES, MIN_ROUNDS, BenchConfig
+from sglang.srt.mem_cache.hicache.cli.replay import config as options
+from sglang.srt.mem_cache.hicache.cli.replay.trace import DEFAULT_TRACE, read_trace
+
+if TYPE_CHECKING:
+    from sglang.srt.mem_cache.hicache.cli.replay.trace import Trace
+
+EXIT_MISSED = 1
+
+
+@click.command(context_settings={"show_default": True})
+@click.argument("trace", type=click.Path(path_type=Path), required=False)
+@click.option("--only", multiple=True, help=f"Run only this one; repeat for more. One of {', '.join(BENCHES)}.")
+@click.option("--quick", is_flag=True, help="Small inputs: a minute instead of a quarter of an hour.")
+@click.option("--rounds", type=click.IntRange(min=MIN_ROUNDS), default=MIN_ROUNDS, help="Rounds to take the median of.")
+@click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write the figures to this file.")
+def bench(trace: Path | None, only: tuple[str, ...], quick: bool, rounds: int, json_path: Path | None) -> int:
+    """Measure trees, plans and eviction beside SGLang's own, alternating, on this machine's CPU.
+
+    TRACE is a request trace in Mooncake's format, of which at most 2,000 requests are used; without it, the shipped
+    1,000 are. Times are of the measuring thread; ratios come from one run. Exit status 1 if a goal was missed.
+    """
+    options.check_output_file("--json", json_path)
+    config = BenchConfig(trace=trace or DEFAULT_TRACE, only=only or BENCHES, rounds=rounds, quick=quick)
+    return _run(config, _first_requests(config), json_path)
+
+
+def _first_requests(config: BenchConfig) -> Trace:
+    whole = read_trace(config.trace)
+    return read_trace(config.trace, max_requests=min(config.requests, len(whole.requests)))
+
+
+def _run(config: BenchConfig, trace: Trace, json_path: Path | None) -> int:
+    from sglang.srt.mem_cache.hicache.cli.bench.report import print_figures, to_json
+    from sglang.srt.mem_cache.hicache.cli.bench.run import run_benches
+    from sglang.srt.mem_cache.hicache.cli.replay.progress import show_progress
+
+    with show_progress(Console(stderr=True, force_terminal=sys.stderr.isatty()), unit="steps") as on_step:
+        figures = run_benches(config, trace, on_step)
+    print_figures(Console(force_terminal=sys.stdout.isatty()), figures)
+    if json_path is not None:
+        try:
+            text = json.dumps(to_json(config, trace.name, figures), indent=2, allow_nan=False)
+            json_path.write_text(text + "\n", encoding="utf-8")
+        except OSError as error:
+            raise options.ReplayInputError(
+                f"--json {json_path}: cannot be written: {error.strerror or error}"
+            ) from error
+    return EXIT_MISSED if any(figure.passed is False for figure in figures) else 0

@@ -1,0 +1,215 @@
+"""What one operation costs in trees of a thousand to a million leaves, ours and SGLang's.
+
+The trees are flat: every leaf is one page below the root, which is the worst case for whoever looks at all leaves.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+from functools import partial
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams, MatchPrefixParams
+from sglang.srt.mem_cache.radix_cache import RadixKey
+
+from sglang.srt.mem_cache.hicache.cli.bench.figures import Figure, bounded
+from sglang.srt.mem_cache.hicache.cli.bench.subjects import (
+    OurSubject,
+    PoolSizes,
+    Subject,
+    hiradix,
+    leaf_tokens,
+    subjects_runtime,
+    unified,
+)
+from sglang.srt.mem_cache.hicache.cli.bench.timing import no_collection, seconds_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from sglang.srt.server_args import ServerArgs
+
+    from sglang.srt.mem_cache.hicache.cli.bench.config import BenchConfig
+    from sglang.srt.mem_cache.hicache.cli.bench.figures import OnStep
+    from sglang.srt.mem_cache.hicache.cli.replay.trace import Trace
+    from sglang.srt.mem_cache.hicache.tree_node import LayoutTreeNode
+
+PAGE_SIZE = 4
+SPARE_PAGES = 4_096
+OUR_SAMPLES, THEIR_SAMPLES = 100, 5
+SGLANG_UP_TO = {"SGLang HiRadixCache": 100_000, "SGLang UnifiedRadixCache": 10_000}
+FLAT, EVICT_MS, GROWTH = 2.0, 0.1, 0.2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TreeTimes:
+    """Median microseconds of each operation, by name, in a tree of `leaves`."""
+
+    leaves: int
+    micros: dict[str, float]
+
+
+_measured: dict[BenchConfig, list[TreeTimes]] = {}
+
+
+def bench_evict(config: BenchConfig, trace: Trace, on_step: OnStep) -> list[Figure]:
+    """Eviction of one page from the device and from the host, beside SGLang's trees where those finish."""
+    ours = our_times(config, on_step)
+    theirs = _their_times(config)
+    figures: list[Figure] = []
+    for tier in ("device", "host"):
+        for times in ours:
+            value = times.micros[f"evict {tier}"] / 1e3
+            beside = {
+                name: found[times.leaves, tier] for name, found in theirs.items() if (times.leaves, tier) in found
+            }
+            own = bounded("evict", f"{tier}, {times.leaves:,} leaves", value, unit="ms", at_most=EVICT_MS)
+            figures += [
+                replace(own, baseline=baseline, baseline_name=name, ratio=value / baseline)
+                for name, baseline in beside.items()
+            ] or [own]
+        figures.append(_flatness("evict", f"evict {tier}", ours))
+    return figures
+
+
+def bench_scale(config: BenchConfig, trace: Trace, on_step: OnStep) -> list[Figure]:
+    """How each operation of ours grows with the tree: the exponent of a power law fitted to the medians."""
+    ours = our_times(config, on_step)
+    figures: list[Figure] = []
+    for operation in ours[0].micros:
+        figures.extend(
+            Figure(
+                bench="scale",
+                case=f"{operation}, {times.leaves:,} nodes",
+                value=times.micros[operation],
+                unit="us",
+            )
+            for times in ours
+        )
+        exponent = growth_exponent([t.leaves for t in ours], [t.micros[operation] for t in ours])
+        figures.append(
+            bounded("scale", f"{operation}: grows as nodes to the power of", exponent, unit="", at_most=GROWTH)
+        )
+    return figures
+
+
+def growth_exponent(sizes: list[int], times: list[float]) -> float:
+    """Slope of the times over the sizes, both as logarithms: 0 is constant, 1 linear; log n gives about 0.1 here."""
+    return float(np.polyfit(np.log(sizes), np.log(times), 1)[0])
+
+
+def our_times(config: BenchConfig, on_step: OnStep) -> list[TreeTimes]:
+    """Grow our tree to each size and time its operations; done once for a configuration."""
+    if config not in _measured:
+        _measured[config] = _grow_ours(config, on_step)
+    return _measured[config]
+
+
+def _flatness(bench: str, operation: str, ours: list[TreeTimes]) -> Figure:
+    values = [times.micros[operation] for times in ours]
+    case = f"{operation.removeprefix('evict ')}: slowest size over fastest"
+    return bounded(bench, case, max(values) / min(values), unit="x", at_most=FLAT)
+
+
+def _sizes(leaves: int) -> PoolSizes:
+    return PoolSizes(page_size=PAGE_SIZE, device_tokens=(leaves + SPARE_PAGES) * PAGE_SIZE, host_ratio=1.25)
+
+
+def _grow_ours(config: BenchConfig, on_step: OnStep) -> list[TreeTimes]:
+    total = sum(config.tree_sizes)
+    subjects: list[OurSubject] = []
+    done = 0
+    for leaves in config.tree_sizes:
+        sizes = _sizes(leaves)
+        with subjects_runtime(sizes), no_collection():
+            subject = OurSubject("identity", 1, sizes)
+            for number in range(leaves):
+                subject.serve(leaf_tokens(number, PAGE_SIZE))
+                if number % 1_000 == 999:
+                    on_step("scale", done + number + 1, total)
+        done += leaves
+        subjects.append(subject)
+    found = _time_ours(subjects, config.tree_sizes)
+    for subject in subjects:
+        subject.close()
+    return found
+
+
+def _time_ours(subjects: list[OurSubject], sizes: tuple[int, ...]) -> list[TreeTimes]:
+    rng = random.Random(0)
+    numbers = iter(range(sizes[-1], 2 * sizes[-1]))
+    waiting: dict[int, LayoutTreeNode[Any]] = {}
+
+    def match(subject: OurSubject, leaves: int) -> None:
+        tokens = leaf_tokens(rng.randrange(leaves), PAGE_SIZE)
+        subject.cache.match_prefix(MatchPrefixParams(key=RadixKey(tokens)))
+
+    def insert(subject: OurSubject, leaves: int) -> None:
+        waiting[leaves] = subject.insert_leaf(leaf_tokens(next(numbers), PAGE_SIZE), chunked=True)
+
+    def back_up(subject: OurSubject, leaves: int) -> None:
+        subject.cache.write_backup(waiting[leaves])
+
+    operations = {"match": match, "insert": insert, "backup": back_up, **_EVICTIONS}
+    times: dict[int, dict[str, float]] = {leaves: {} for leaves in sizes}
+    everyone = list(zip(subjects, sizes, strict=True))
+    for group in (("match",), ("insert", "backup"), ("evict device",), ("evict host",)):
+        if group == ("evict host",):
+            for subject, leaves in everyone:
+                subject.cache.evict(EvictParams(num_tokens=2 * leaves * PAGE_SIZE))
+        for (name, leaves), seconds in _take_turns(everyone, {n: operations[n] for n in group}, OUR_SAMPLES).items():
+            times[leaves][name] = 1e6 * seconds
+    return [TreeTimes(leaves=leaves, micros=micros) for leaves, micros in times.items()]
+
+
+def _evict_device(subject: Any, leaves: int) -> None:  # noqa: ANN401  # ours or SGLang's
+    subject.cache.evict(EvictParams(num_tokens=PAGE_SIZE))
+
+
+def _evict_host(subject: Any, leaves: int) -> None:  # noqa: ANN401  # ours or SGLang's
+    subject.cache.evict_host(PAGE_SIZE)
+
+
+_EVICTIONS: dict[str, Callable[[Any, int], None]] = {"evict device": _evict_device, "evict host": _evict_host}
+
+
+def _take_turns(
+    everyone: list[tuple[Any, int]], operations: Mapping[str, Callable[[Any, int], None]], samples: int
+) -> dict[tuple[str, int], float]:
+    """Median seconds of each operation in each tree. Trees take turns, so what slows one sample slows all sizes."""
+    found: dict[tuple[str, int], list[float]] = {}
+    with no_collection():
+        for _ in range(samples):
+            for subject, leaves in everyone:
+                for name, operation in operations.items():
+                    seconds = seconds_of(partial(operation, subject, leaves))
+                    found.setdefault((name, leaves), []).append(seconds)
+                subject.cache.check_hicache_events()
+    return {key: median(values) for key, values in found.items()}
+
+
+def _their_times(config: BenchConfig) -> dict[str, dict[tuple[int, str], float]]:
+    """Milliseconds of one eviction, by (leaves, tier), for each of SGLang's trees."""
+    makers: dict[str, Callable[[PoolSizes, ServerArgs], Subject]] = {
+        "SGLang HiRadixCache": hiradix,
+        "SGLang UnifiedRadixCache": unified,
+    }
+    found: dict[str, dict[tuple[int, str], float]] = {name: {} for name in makers}
+    for name, make in makers.items():
+        for leaves in config.tree_sizes:
+            if leaves > SGLANG_UP_TO[name]:
+                continue
+            sizes = _sizes(leaves)
+            with subjects_runtime(sizes) as server_args, no_collection():
+                subject = make(sizes, server_args)
+                for number in range(leaves):
+                    subject.serve(leaf_tokens(number, PAGE_SIZE))
+                for operation, evict in _EVICTIONS.items():
+                    (seconds,) = _take_turns([(subject, leaves)], {operation: evict}, THEIR_SAMPLES).values()
+                    found[name][leaves, operation.removeprefix("evict ")] = 1e3 * seconds
+                    subject.cache.evict(EvictParams(num_tokens=2 * leaves * PAGE_SIZE))
+                subject.close()
+    return found

@@ -1,0 +1,1 @@
+"""`kvlayouts replay --report`: the results as one self-contained HTML page, which loads nothing and runs no script."""

@@ -1,0 +1,139 @@
+"""`kvlayouts bench`: what its figures mean, and that what it compares does the same."""
+
+from __future__ import annotations
+
+import io
+import json
+import unittest
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+from rich.console import Console
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.test_utils import CustomTestCase
+
+from sglang.srt.mem_cache.hicache.cli import main as command
+from sglang.srt.mem_cache.hicache.cli.bench.config import BENCHES, BenchConfig
+from sglang.srt.mem_cache.hicache.cli.bench.figures import Figure, bounded, compared
+from sglang.srt.mem_cache.hicache.cli.bench.plans import (
+    TokenwiseMetadata,
+    bench_plan,
+    pagewise_cycle,
+    rows_of,
+    tokenwise_cycle,
+)
+from sglang.srt.mem_cache.hicache.cli.bench.report import print_figures, to_json
+from sglang.srt.mem_cache.hicache.cli.bench.run import RUNNERS
+from sglang.srt.mem_cache.hicache.cli.bench.runs import run_share
+from sglang.srt.mem_cache.hicache.cli.bench.tree_sizes import growth_exponent
+from sglang.srt.mem_cache.hicache.cli.replay.config import ReplayInputError
+from sglang.srt.mem_cache.hicache.cli.replay.trace import DEFAULT_TRACE, read_trace
+from sglang.srt.mem_cache.layouts import CpSharedLayout
+from sglang.srt.mem_cache.layouts.pages import tokens_of_pages
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+register_cpu_ci(est_time=10, suite="base-a-test-cpu")
+
+CONFIG = BenchConfig(trace=DEFAULT_TRACE, only=("plan",), quick=True)
+
+
+class TestFigures(CustomTestCase):
+    def test_a_ratio_is_the_median_of_the_rounds_ratios(self) -> None:
+        figure = compared("b", "c", [1, 10, 3], [2, 1, 3], unit="ms", baseline_name="other", at_most=0.9)
+        self.assertEqual((figure.value, figure.baseline, figure.ratio, figure.passed), (3, 2, 1, False))
+        self.assertTrue(compared("b", "c", [1, 10, 3], [2, 1, 3], unit="ms", baseline_name="other", at_most=1.0).passed)
+
+    def test_a_bound_is_reached_or_missed(self) -> None:
+        self.assertEqual([bounded("b", "c", value, unit="x", at_most=2).passed for value in (2.0, 2.1)], [True, False])
+
+    def test_the_growth_of_a_power_law_is_its_exponent(self) -> None:
+        sizes = [1_000, 10_000, 100_000]
+        for exponent in (0.0, 0.5, 1.0):
+            self.assertAlmostEqual(growth_exponent(sizes, [3 * n**exponent for n in sizes]), exponent)
+
+    def test_run_shares_count_pages_and_not_runs(self) -> None:
+        lengths = [np.array([1, 1, 1, 1]), np.array([4, 16])]
+        self.assertEqual([run_share(lengths, least) for least in (1, 4, 16, 64)], [1.0, 20 / 24, 16 / 24, 0.0])
+        self.assertEqual(run_share([], 1), 0.0)
+
+
+class TestPlanning(CustomTestCase):
+    def test_by_page_and_by_token_the_same_rows_are_copied_on_every_rank(self) -> None:
+        rng = np.random.default_rng(0)
+        for rank in range(3):
+            layout = CpSharedLayout(page_size=4, cp_size=3, cp_rank=rank)
+            slot_pages = 3 + rng.permutation(30).astype(np.int64)[:20]
+            new_pages = slot_pages + 30
+            host_pages = rng.permutation(40).astype(np.int64)[: int((slot_pages % 3 == rank).sum())]
+            by_page = rows_of(pagewise_cycle(layout, slot_pages, host_pages, new_pages))
+            by_token = tokenwise_cycle(
+                layout.geometry, *(tokens_of_pages(pages, 4) for pages in (slot_pages, host_pages, new_pages))
+            )
+            for ours, theirs in zip(by_page, by_token, strict=True):
+                self.assertEqual(ours.tolist(), theirs.tolist())
+
+    def test_the_token_wise_split_rebases_positions(self) -> None:
+        positions, hosts = tokens_of_pages(np.array([0, 2]), 4), tokens_of_pages(np.array([7, 5]), 4)
+        first, rest = TokenwiseMetadata(logical_len=12, owned_positions=positions, host_indices=hosts).split(8)
+        self.assertEqual((first.logical_len, first.owned_positions.tolist()), (8, [0, 1, 2, 3]))
+        self.assertEqual((rest.logical_len, rest.owned_positions.tolist()), (4, [0, 1, 2, 3]))
+        self.assertEqual(rest.host_indices.tolist(), [20, 21, 22, 23])
+
+    def test_planning_is_measured_and_judged(self) -> None:
+        steps: list[tuple[str, int, int]] = []
+        trace = read_trace(DEFAULT_TRACE, max_requests=1)
+        (figure,) = bench_plan(CONFIG, trace, lambda *step: steps.append(step))
+        self.assertEqual(steps, [("plan", 1, 1)])
+        assert figure.ratio is not None
+        self.assertEqual(figure.passed, figure.ratio <= 0.05)
+        self.assertLess(figure.ratio, 0.5, "by page is faster by far, however busy the machine is")
+
+
+class TestReport(CustomTestCase):
+    FIGURE = Figure(
+        bench="plan", case="one node", value=0.5, unit="ms", baseline=2, baseline_name="token", ratio=0.25,
+        goal="ratio <= 0.3", passed=True,
+    )  # fmt: skip
+
+    def _printed(self, figures: Sequence[Figure]) -> str:
+        out = io.StringIO()
+        print_figures(Console(file=out, width=140), figures)
+        return out.getvalue()
+
+    def test_the_table_has_both_values_the_ratio_and_the_goal(self) -> None:
+        text = self._printed([self.FIGURE])
+        for word in ("one node", "0.5 ms", "2 ms", "0.25", "token", "ratio <= 0.3", "1 of 1 goals reached"):
+            self.assertIn(word, text)
+
+    def test_a_missed_goal_is_said_in_words(self) -> None:
+        text = self._printed([self.FIGURE, replace(self.FIGURE, passed=False)])
+        self.assertIn("MISSED", text)
+        self.assertIn("1 of 2 goals reached", text)
+
+    def test_the_json_names_trace_and_figures_but_no_path_of_this_machine(self) -> None:
+        text = json.dumps(to_json(CONFIG, "trace.jsonl", [self.FIGURE]))
+        self.assertEqual(json.loads(text)["figures"][0]["ratio"], 0.25)
+        self.assertEqual(json.loads(text)["config"]["trace"], "trace.jsonl")
+        self.assertNotIn(str(DEFAULT_TRACE.parent), text)
+
+
+class TestCommand(CustomTestCase):
+    def test_every_name_has_a_benchmark(self) -> None:
+        self.assertEqual(tuple(RUNNERS), BENCHES)
+
+    def test_an_unknown_name_is_refused_with_the_known_ones(self) -> None:
+        with pytest.raises(ReplayInputError, match=r"--only nothing: unknown; accepted: requests, evict"):
+            BenchConfig(trace=DEFAULT_TRACE, only=("nothing",))
+        self.assertEqual(command.main(["bench", "--only", "nothing"]), command.EXIT_BAD_INPUT)
+
+    def test_fewer_than_five_rounds_are_refused(self) -> None:
+        with pytest.raises(ReplayInputError, match=r"--rounds 4: must be at least 5"):
+            BenchConfig(trace=DEFAULT_TRACE, rounds=4)
+
+
+if __name__ == "__main__":
+    unittest.main()
