@@ -162,7 +162,7 @@ touch "$in_progress"
 : >"$log"
 step "[1/4] pip and setuptools" pip_install pip setuptools
 step "[2/4] this distribution and its pinned dependencies$first_time" \
-    pip_install --no-build-isolation --editable '.[cli,cpu,dev]'
+    pip_install --no-build-isolation --editable '.[cli,cpu,dev,docs]'
 step "[3/4] SGLang, without the dependencies that need CUDA" pip_install --no-deps sglang
 if real_torchvision; then
     say "[4/4] torchvision is here and imports"

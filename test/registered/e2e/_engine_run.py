@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import random
 import sys
 import time
@@ -73,6 +74,9 @@ def run(spec: dict[str, Any]) -> dict[str, Any]:
         results["after abort"] = _ask(engine, steps["long"])
         results["flushed"] = _flush(engine)
         results["after flush"] = _ask(engine, steps["long"][:2])
+        if "COVERAGE_PROCESS_CONFIG" in os.environ:  # see _saves_coverage
+            _flush(engine)
+            _ask(engine, steps["short"])  # takes every rank, so all have saved
     finally:
         engine.shutdown()
     results["seconds"] = time.perf_counter() - started

@@ -20,7 +20,9 @@ def register() -> None:
 
     def wrong(self: Any, kind: str, layer_id: int, buffer: torch.Tensor, rows_per_page: int) -> torch.Tensor:  # noqa: ANN401
         window: torch.Tensor = right(self, kind, layer_id, buffer, rows_per_page)
-        pages = self._batch_pages  # the fault is meant to be inside
+        if self._batch is None:
+            return window
+        pages = self._batch.slot_pages  # the fault is meant to be inside
         swapped = window.clone()
         views = (
             page_reader.as_integer_pages(swapped, rows_per_page),

@@ -44,6 +44,13 @@ SPECS: Final[dict[str, dict[str, Any]]] = {
         "kv_layout_strategy": "identity",
         **HICACHE,
     },
+    "deepseek identity on two ranks": {
+        "model": "deepseek",
+        "tp_size": 2,
+        "max_total_tokens": LOGICAL_TOKENS,
+        "kv_layout_strategy": "identity",
+        **HICACHE,
+    },
     "deepseek cp_shared": {
         "model": "deepseek",
         "tp_size": 2,
@@ -62,11 +69,13 @@ _START_LINE: Final = re.compile(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineRun:
-    """What an engine answered, what its schedulers logged at the start, by rank, and how often they retracted."""
+    """What an engine answered, and what its schedulers logged: at the start, by rank, and how often they retracted
+    a request or had to read page numbers from the device."""
 
     results: dict[str, Any]
     starts: dict[int, dict[str, str]]
     retractions: int
+    page_reads: int
 
 
 @functools.cache
@@ -99,6 +108,7 @@ def engine_run(name: str, *, faulty_gather: bool = False) -> EngineRun:
         results=json.loads(files[1].read_text(encoding="utf-8")),
         starts=start_lines(text),
         retractions=text.count("Retract requests"),
+        page_reads=text.count("sglang:kv_layout_page_reads_total"),
     )
 
 
@@ -107,8 +117,13 @@ def start_lines(log: str) -> dict[int, dict[str, str]]:
     return {int(found["rank"]): found.groupdict() for found in _START_LINE.finditer(log)}
 
 
+def is_measured() -> bool:
+    """Whether `make coverage` measures this process and those that it starts."""
+    return "COVERAGE_PROCESS_CONFIG" in os.environ
+
+
 def environment(ranks: int, *, faulty_gather: bool = False) -> dict[str, str]:
-    """Offline, one thread and one core a rank, and the faulty plugin if asked for."""
+    """Offline, one thread and one core a rank, and the plugins of this folder that are needed."""
     found = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
@@ -116,8 +131,9 @@ def environment(ranks: int, *, faulty_gather: bool = False) -> dict[str, str]:
         "TRANSFORMERS_OFFLINE": "1",
         "SGLANG_CPU_OMP_THREADS_BIND": "|".join(str(core) for core in range(ranks)),
     }
-    if faulty_gather:
-        paths = [str(_faulty_distribution()), str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
+    plugins = [*(["_faulty_gather"] if faulty_gather else []), *(["_saves_coverage"] if is_measured() else [])]
+    if plugins:
+        paths = [*map(_distribution, plugins), str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
         found["PYTHONPATH"] = os.pathsep.join(paths)
     return found
 
@@ -133,12 +149,11 @@ _kept: list[tempfile.TemporaryDirectory[str]] = []
 
 
 @functools.cache
-def _faulty_distribution() -> Path:
-    """A folder that Python takes for an installed distribution whose plugin is `_faulty_gather`."""
-    metadata = _scratch() / "path" / "faulty_gather-0.dist-info"
+def _distribution(plugin: str) -> str:
+    """A folder that Python takes for an installed distribution with a plugin of SGLang's: the module `plugin` here."""
+    name = plugin.strip("_")
+    metadata = _scratch() / name / f"{name}-0.dist-info"
     metadata.mkdir(parents=True)
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: faulty-gather\nVersion: 0\n", encoding="utf-8")
-    (metadata / "entry_points.txt").write_text(
-        "[sglang.srt.plugins]\nfaulty_gather = _faulty_gather:register\n", encoding="utf-8"
-    )
-    return metadata.parent
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0\n", encoding="utf-8")
+    (metadata / "entry_points.txt").write_text(f"[sglang.srt.plugins]\n{name} = {plugin}:register\n", encoding="utf-8")
+    return str(metadata.parent)

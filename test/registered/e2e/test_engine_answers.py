@@ -14,6 +14,7 @@ register_cpu_ci(est_time=480, suite="base-a-test-cpu")
 # Float32 sums in another order: another number of ranks, or a prompt computed in other chunks.
 ROUNDING = 2e-5
 STEPS = ("cold", "again", "shared", "shared again", "short", "short again", "pressure", "after abort", "after flush")
+LAYOUTS = ("llama identity", "deepseek identity", "deepseek identity on two ranks", "deepseek cp_shared")
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 
@@ -23,6 +24,9 @@ class TestAnswers(CustomTestCase):
 
     def test_deepseek_answers_alike_without_hicache_and_with_identity(self) -> None:
         self._assert_same_answers("deepseek", "deepseek identity")
+
+    def test_deepseek_on_two_ranks_answers_alike_without_hicache_and_with_identity(self) -> None:
+        self._assert_same_answers("deepseek", "deepseek identity on two ranks")
 
     def test_deepseek_on_two_ranks_answers_alike_without_hicache_and_with_shared_pages(self) -> None:
         self._assert_same_answers("deepseek", "deepseek cp_shared")
@@ -44,7 +48,7 @@ class TestAnswers(CustomTestCase):
 
 class TestHostTier(CustomTestCase):
     def test_prompts_that_left_the_device_come_back_from_the_host(self) -> None:
-        for name in ("llama identity", "deepseek identity", "deepseek cp_shared"):
+        for name in LAYOUTS:
             with self.subTest(name):
                 results = engine_run(name).results
                 self.assertEqual(_cached(results["cold"], "host"), [0] * 6)
@@ -57,15 +61,22 @@ class TestHostTier(CustomTestCase):
                 self.assertGreater(sum(_cached(results["after abort"], "host")), 0)
 
     def test_requests_were_retracted_and_started_again(self) -> None:
-        self.assertGreater(engine_run("deepseek cp_shared").retractions, 0)  # step "pressure": same answers
+        for name in LAYOUTS:
+            with self.subTest(name):
+                self.assertGreater(engine_run(name).retractions, 0)  # step "pressure": same answers
+
+    def test_no_step_had_to_read_page_numbers_from_the_device(self) -> None:
+        for name in LAYOUTS:
+            with self.subTest(name):
+                self.assertEqual(engine_run(name).page_reads, 0)
 
     def test_a_shared_prefix_is_served_from_the_device(self) -> None:
-        for name in ("llama identity", "deepseek identity", "deepseek cp_shared"):
+        for name in LAYOUTS:
             with self.subTest(name):
                 self.assertGreater(sum(_cached(engine_run(name).results["shared"], "device")), 0)
 
     def test_aborts_and_a_flush_leave_a_server_that_answers_from_nothing(self) -> None:
-        for name in ("llama identity", "deepseek identity", "deepseek cp_shared"):
+        for name in LAYOUTS:
             with self.subTest(name):
                 results = engine_run(name).results
                 self.assertGreaterEqual(results["aborted"], 3)

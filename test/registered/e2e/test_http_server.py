@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import pytest
 import requests
 from _engine_run import SAMPLING, prompts
-from _runs import environment, model, start_lines
+from _runs import environment, is_measured, model, start_lines
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.test_utils import CustomTestCase
 
@@ -91,6 +91,11 @@ class Server:
         response.raise_for_status()
         return response.json()
 
+    def let_coverage_save(self) -> None:
+        """See _saves_coverage. The request after the flush takes every rank, so all have saved when it is answered."""
+        requests.post(f"{self.url}/flush_cache", timeout=60).raise_for_status()
+        self.post("/generate", input_ids=prompts()["short"][0], sampling_params=SAMPLING)
+
     def stop(self) -> None:
         """End the server and all that it started."""
         with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
@@ -111,6 +116,8 @@ class TestServer(CustomTestCase):
         cls.server = Server(folder)
         cls.addClassCleanup(cls.server.stop)
         cls.server.wait_until_it_answers()
+        if is_measured():
+            cls.addClassCleanup(cls.server.let_coverage_save)
 
     def test_it_generates_completes_and_serves_from_the_host_tier(self) -> None:
         ids = prompts()["long"]
@@ -137,6 +144,8 @@ class TestServer(CustomTestCase):
         for name in (*GAUGES, *(f"{counter}_total" for counter in COUNTERS)):
             series = [line for line in ours if line.startswith(f"sglang:kv_layout_{name}{{")]
             self.assertEqual(len(series), 2, f"{name}: one series for each of two ranks")
+        reads = [line for line in ours if line.startswith("sglang:kv_layout_page_reads_total{")]
+        self.assertEqual({float(line.rsplit(" ", 1)[1]) for line in reads}, {0.0})
         slots = [line for line in ours if line.startswith("sglang:kv_layout_device_capacity_tokens{")]
         self.assertEqual({float(line.rsplit(" ", 1)[1]) for line in slots}, {1024.0})
 

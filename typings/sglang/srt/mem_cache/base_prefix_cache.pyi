@@ -4,7 +4,10 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from sglang.srt.managers.cache_controller import HiCacheController
+from sglang.srt.managers.schedule_batch import ReqKvInfo
+from sglang.srt.mem_cache.allocator.base import BaseTokenToKVPoolAllocator
 from sglang.srt.mem_cache.events import KVCacheEventRecorder
+from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.observability.metrics_collector import RadixCacheMetricsCollector
 
@@ -67,6 +70,8 @@ class MatchResult(NamedTuple):
     host_hit_length: int = 0
 
 class BasePrefixCache(abc.ABC):
+    req_to_token_pool: ReqToTokenPool
+    token_to_kv_pool_allocator: BaseTokenToKVPoolAllocator
     page_size: int
     disable: bool
     metrics_collector: RadixCacheMetricsCollector | None
@@ -79,6 +84,7 @@ class BasePrefixCache(abc.ABC):
     def reset(self) -> None: ...
     @abc.abstractmethod
     def match_prefix(self, params: MatchPrefixParams) -> MatchResult: ...
+    def free_kv_row(self, kv: ReqKvInfo, ranges: list[tuple[int, int]]) -> None: ...
     @abc.abstractmethod
     def evict(self, params: EvictParams) -> EvictResult: ...
     @abc.abstractmethod

@@ -2,7 +2,6 @@ from array import array
 from collections.abc import Hashable
 
 import torch
-from sglang.srt.mem_cache.allocator.base import BaseTokenToKVPoolAllocator
 from sglang.srt.mem_cache.base_prefix_cache import (
     BasePrefixCache,
     DecLockRefParams,
@@ -19,7 +18,7 @@ from sglang.srt.mem_cache.base_prefix_cache import (
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.events import KVCacheEventRecorder
 from sglang.srt.mem_cache.evict_policy import EvictionStrategy
-from sglang.srt.mem_cache.memory_pool import ReqToTokenPool, _Request
+from sglang.srt.mem_cache.memory_pool import _Request
 
 class RadixKey:
     token_ids: array[int]
@@ -66,8 +65,6 @@ class RadixCache(BasePrefixCache):
     device: torch.device
     eviction_strategy: EvictionStrategy
     kv_events: KVCacheEventRecorder
-    req_to_token_pool: ReqToTokenPool
-    token_to_kv_pool_allocator: BaseTokenToKVPoolAllocator
     root_node: TreeNode
     evictable_size_: int
     protected_size_: int

@@ -58,14 +58,17 @@ class RankAgreement:
         """
         if not self._groups and self._pp_group is None:
             return tuple(values)
-        buffer = self._buffers.setdefault(len(values), torch.empty(len(values), dtype=torch.int64))
-        buffer.copy_(torch.tensor(values, dtype=torch.int64))
+        buffer = self._buffers.get(len(values))
+        if buffer is None:
+            buffer = self._buffers[len(values)] = torch.empty(len(values), dtype=torch.int64)
+        numbers = buffer.numpy()  # the same memory: no tensor is made for a reduction
+        numbers[:] = values
         if self._pp_rank == 0:
             for group in self._groups:
                 dist.all_reduce(buffer, op=dist.ReduceOp.MIN, group=group)
         if self._pp_group is not None:
             self._follow_first_stage(buffer, self._pp_group)
-        return tuple(int(value) for value in buffer.tolist())
+        return tuple(numbers.tolist())
 
     def capacity(self, value: int) -> int:
         """See `Agreement.capacity`. Unlike `minimum`, later pipeline stages have a say."""

@@ -14,7 +14,7 @@ import torch
 from sglang.srt.mem_cache.allocator.base import BaseTokenToKVPoolAllocator
 
 from sglang.srt.mem_cache.layouts.config import check_range
-from sglang.srt.mem_cache.layouts.errors import LayoutConfigError, LayoutInvariantError
+from sglang.srt.mem_cache.layouts.errors import LayoutConfigError
 from sglang.srt.mem_cache.layouts.pages import (
     NO_PAGES,
     LaneArray,
@@ -23,6 +23,8 @@ from sglang.srt.mem_cache.layouts.pages import (
     tokens_of_pages,
     whole_pages,
 )
+
+from .page_runs import PageLanes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -55,30 +57,6 @@ class SlotAllocator(Protocol):
     def slots(self, slot_pages: PageArray) -> torch.Tensor:
         """Slot tensor of `slot_pages` on the pool's device, int64, shape ``[pages * page_size]``."""
         ...
-
-
-class _Lane:
-    """Free pages of one owner, handed out in ascending order so that neighbours stay together."""
-
-    def __init__(self, pages: PageArray) -> None:
-        self._ready = pages
-        self._returned: list[PageArray] = []
-        self.free = len(pages)
-
-    def take(self, pages: int) -> PageArray:
-        if pages > len(self._ready):
-            self._ready = np.sort(np.concatenate([self._ready, *self._returned]))
-            self._returned.clear()
-        taken, self._ready = self._ready[:pages], self._ready[pages:]
-        self.free -= pages
-        return taken
-
-    def give(self, pages: PageArray) -> None:
-        self._returned.append(pages)
-        self.free += len(pages)
-
-    def all_free(self) -> PageArray:
-        return np.concatenate([self._ready, *self._returned])
 
 
 class CPSharedPagedTokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
@@ -119,38 +97,19 @@ class CPSharedPagedTokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
 
     def room_pages(self) -> PageArray:
         """Free pages of each lane."""
-        return np.array([lane.free for lane in self._lanes], dtype=np.int64)
+        return np.array(self._lanes.room(), dtype=np.int64)
 
     def alloc_lanes(self, lanes: LaneArray) -> PageArray | None:
         """See `SlotAllocator.alloc_lanes`."""
-        needed = np.bincount(lanes, minlength=self.lane_count)
-        if len(needed) != self.lane_count:
-            raise LayoutInvariantError(f"lanes {lanes} outside [0, {self.lane_count - 1}]")
-        if bool((needed > self.room_pages()).any()):
-            return None
-        slot_pages = np.empty(len(lanes), dtype=np.int64)
-        for lane, pages in enumerate(needed):
-            if pages:
-                slot_pages[lanes == lane] = self._lanes[lane].take(int(pages))
-        self._used[slot_pages] = True
-        return slot_pages
+        return self._lanes.take(lanes)
 
     def free_slot_pages(self, slot_pages: PageArray) -> None:
         """Give pages back. `LayoutInvariantError`, with nothing freed, if one is not in use or given twice."""
-        if not len(slot_pages):
-            return
-        if len(np.unique(slot_pages)) != len(slot_pages):
-            raise LayoutInvariantError(f"slot pages {slot_pages} are freed in one call, one of them twice")
-        if not bool(self._used[slot_pages].all()):
-            idle = slot_pages[~self._used[slot_pages]]
-            raise LayoutInvariantError(f"slot pages {idle} are freed but not in use")
-        self._used[slot_pages] = False
-        lanes = self.layout.lanes_of(slot_pages)
-        for lane in np.unique(lanes):
-            self._lanes[lane].give(slot_pages[lanes == lane])
+        if len(slot_pages):
+            self._lanes.give(slot_pages)
 
     def slots(self, slot_pages: PageArray) -> torch.Tensor:
-        """Slot tensor of `slot_pages` on the pool's device."""
+        """Slots of `slot_pages`: int64, shape ``[pages * page_size]``, on the pool's device."""
         return tokens_of_pages(slot_pages, self.page_size).to(self.device, non_blocking=True)
 
     # SGLang's interface.
@@ -159,26 +118,29 @@ class CPSharedPagedTokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
         """Everything is free again."""
         first = self.lane_count
         pages = np.arange(first, first + self.num_pages, dtype=np.int64)
-        lanes = self.layout.lanes_of(pages)
-        self._lanes = [_Lane(pages[lanes == lane]) for lane in range(self.lane_count)]
-        self._used = np.zeros(first + self.num_pages, dtype=np.bool_)
+        self._lanes = PageLanes(self.layout.lanes_of(pages), lane_count=self.lane_count, first=first)
         self.free_group = None
 
     def available_size(self) -> int:
         """Free slots over all lanes. A given demand may still find one lane short: see `alloc_lanes`."""
-        return sum(lane.free for lane in self._lanes) * self.page_size
+        return sum(self._lanes.room()) * self.page_size
 
     def get_all_free_pages(self) -> torch.Tensor:
-        """Free logical pages of all lanes, int64, CPU."""
-        return torch.from_numpy(np.concatenate([lane.all_free() for lane in self._lanes]))
+        """Free logical pages of all lanes: int64, CPU, shape ``[free pages]``."""
+        return torch.from_numpy(self._lanes.all_free())
 
     def merge_and_sort_free(self) -> None:
-        """Lanes merge and sort what was returned when they run short; nothing to do."""
+        """Lanes join what was returned at once; nothing to do."""
 
     def alloc(self, need_size: int) -> torch.Tensor | None:
-        """`need_size` slots from the lanes with most room, or None. For callers without a chain of their own."""
+        """Slots from the lanes with most room, for callers without a chain of their own.
+
+        int64, shape ``[need_size]``, on the pool's device, or None with nothing taken. Raises `LayoutConfigError` if
+        `need_size` is no whole number of pages.
+        """
         pages = whole_pages(need_size, self.page_size, "need_size")
-        return self._as_slots(self.alloc_lanes(self._fullest_lanes(pages)))
+        pages_or_none = self._alloc_chain_pages(self._fullest_lanes(pages))
+        return None if pages_or_none is None else self.slots(pages_or_none)
 
     def alloc_extend(
         self,
@@ -197,6 +159,7 @@ class CPSharedPagedTokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
         that follow. `rotation_bases` are the lanes of the chains' first pages; None stands for the lane of
         `last_loc`, or, without a prefix, the lane with most room. Returns int64 slots, shape
         ``[extend_num_tokens]``, on the pool's device, or None with nothing taken if a lane is short.
+        Raises `LayoutConfigError`, with nothing taken, if `extend_num_tokens` is not what the lengths add up to.
         """
         firsts = [int(n) for n in prefix_lens_cpu]
         ends = [int(n) for n in seq_lens_cpu]
@@ -262,14 +225,15 @@ class CPSharedPagedTokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
         return self.alloc_extend(seq_lens - 1, seq_lens_cpu - 1, seq_lens, seq_lens_cpu, last_loc, len(seq_lens_cpu))
 
     def free(self, free_index: torch.Tensor) -> None:
-        """Free the pages that any of `free_index` lies in."""
+        """Free the pages that any of `free_index`, slots of shape ``[tokens]``, lies in; waits for their device."""
         if self.free_group is not None:
             self.free_group.append(free_index.clone())
         elif free_index.numel():
-            self.free_slot_pages(np.unique(free_index.cpu().numpy() // self.page_size))
+            self.free_slot_pages(self._pages_of(free_index))
 
-    def _as_slots(self, slot_pages: PageArray | None) -> torch.Tensor | None:
-        return None if slot_pages is None else self.slots(slot_pages)
+    def _pages_of(self, slots: torch.Tensor) -> PageArray:
+        """Each page that any of `slots` lies in, once. Waits for the device."""
+        return np.unique(slots.cpu().numpy().astype(np.int64, copy=False) // self.page_size)
 
     def _fullest_lanes(self, pages: int) -> LaneArray:
         """Lanes for `pages` pages of no chain, dealt in turn from the lane with most room."""
@@ -308,7 +272,7 @@ class StockSlotAllocator:
             self._allocator.free_segment(self.slots(slot_pages), start_pos=0)
 
     def slots(self, slot_pages: PageArray) -> torch.Tensor:
-        """Slot tensor of `slot_pages` on the pool's device."""
+        """Slots of `slot_pages`: int64, shape ``[pages * page_size]``, on the pool's device."""
         return tokens_of_pages(slot_pages, self._allocator.page_size).to(self._allocator.device, non_blocking=True)
 
 

@@ -18,11 +18,11 @@ from sglang.srt.managers.cache_controller import HiCacheController as SGLangHiCa
 from sglang.srt.mem_cache.hicache_storage import PoolName
 
 from sglang.srt.mem_cache.layouts.errors import LayoutInvariantError
-from sglang.srt.mem_cache.layouts.pages import NO_PAGES, PageArray, pages_of_tokens, tokens_of_pages
 from sglang.srt.mem_cache.layouts.plans import CopyPlan, LoadPlan
 from sglang.srt.mem_cache.layouts.protocol import KVLayoutStrategy, MetadataT
 
 from .host_ledger import HostLedger
+from .host_pages import HostPages
 from .transfer import HostTransfer, Transfer
 
 if TYPE_CHECKING:
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.allocator.base import BaseTokenToKVPoolAllocator
     from sglang.srt.mem_cache.cache_init_params import CacheInitParams
     from sglang.srt.mem_cache.l2_transfer import TransferCompletion
+
+    from sglang.srt.mem_cache.layouts.pages import PageArray
 
     from .agreement import Agreement
     from .allocator import SlotAllocator
@@ -96,7 +98,8 @@ class HiCacheController(SGLangHiCacheController, Generic[MetadataT]):
         )
         self.l2_transfer_engine = self.transfer.engine
         self._queued_loads: list[_QueuedLoad] = []
-        local_pages = self._local_free_pages()
+        self.host_pages = HostPages(host_pool)
+        local_pages = self.host_pages.free
         capacity_pages = agreement.capacity(local_pages)
         self._surplus_pages = local_pages - capacity_pages
         self.ledger = HostLedger(lane_count=layout.lane_count, capacity_pages=capacity_pages)
@@ -166,9 +169,7 @@ class HiCacheController(SGLangHiCacheController, Generic[MetadataT]):
 
         Raises `LayoutInvariantError` if the pool and the ledger disagree afterwards.
         """
-        host_pages = metadata.host_pages
-        if len(host_pages):
-            self.mem_pool_host.free(tokens_of_pages(host_pages, self.page_size))
+        self.host_pages.give(metadata.host_pages)
         self.ledger.give(metadata.pages_per_rank)
         self._check_ledger()
         return metadata.logical_len
@@ -184,22 +185,17 @@ class HiCacheController(SGLangHiCacheController, Generic[MetadataT]):
         self._check_ledger()
 
     def _alloc_host(self, pages: int) -> PageArray:
-        if not pages:
-            return NO_PAGES
-        rows = self.mem_pool_host.alloc(pages * self.page_size)
-        if rows is None:
+        host_pages = self.host_pages.take(pages)
+        if host_pages is None:
             raise LayoutInvariantError(
                 f"ledger admitted {pages} host pages with {self.ledger.free_pages} free, "
-                f"but the host pool has {self._local_free_pages()}"
+                f"but the host pool has {self.host_pages.free}"
             )
-        return pages_of_tokens(rows, self.page_size)
-
-    def _local_free_pages(self) -> int:
-        return int(self.mem_pool_host.available_size()) // self.page_size
+        return host_pages
 
     def _check_ledger(self) -> None:
-        booked = self.ledger.free_pages[self.layout.lane] + self._surplus_pages
-        actual = self._local_free_pages()
+        booked = self.ledger.free_in(self.layout.lane) + self._surplus_pages
+        actual = self.host_pages.free
         if booked != actual:
             raise LayoutInvariantError(f"ledger has {booked} free host pages for this rank, its host pool {actual}")
 

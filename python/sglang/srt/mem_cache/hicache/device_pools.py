@@ -132,7 +132,10 @@ def build_device_pool(
 
 
 def kv_buffers(device_pool: KVCache) -> list[torch.Tensor]:
-    """The KV buffers, ``[rows, heads, width]`` in the storage dtype: a layer each, for MHA all K then all V."""
+    """The KV buffers, ``[rows, heads, width]`` in the storage dtype: a layer each, for MHA all K then all V.
+
+    Raises `LayoutConfigError` for a pool of another kind.
+    """
     if isinstance(device_pool, MHATokenToKVPool):
         return [*device_pool.k_buffer, *device_pool.v_buffer]
     if isinstance(device_pool, MLATokenToKVPool):

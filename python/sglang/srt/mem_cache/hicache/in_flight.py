@@ -35,7 +35,10 @@ class LoadBack(Generic[MetadataT]):
     above: LayoutTreeNode[MetadataT]
 
     def nodes(self) -> Iterator[LayoutTreeNode[MetadataT]]:
-        """The nodes that are being loaded, deepest first, halves of nodes split meanwhile included."""
+        """The nodes that are being loaded, deepest first, halves of nodes split meanwhile included.
+
+        `LayoutInvariantError` if the path does not lead to `above`.
+        """
         node = self.last
         while node is not self.above:
             yield node

@@ -16,7 +16,8 @@ from sglang.srt.mem_cache.layouts.registry import known_layouts
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-_REPOSITORY_STUBS = Path(__file__).parents[5] / "typings"
+# In a wheel, beside this module (setup.py puts them there); in a checkout, at its top.
+_STUB_FOLDERS = (Path(__file__).parent / "typings", Path(__file__).parents[5] / "typings")
 _SHOWN_MISMATCHES = 5
 
 
@@ -58,11 +59,12 @@ def _release() -> CheckLine:
 
 
 def _signatures() -> CheckLine:
-    if not _REPOSITORY_STUBS.is_dir():
-        return _ok("signatures", "not compared: the signature table lies in the source tree only")
+    folder = next((folder for folder in _STUB_FOLDERS if folder.is_dir()), None)
+    if folder is None:
+        return _failed("signatures", "the table of signatures is missing", "reinstall sglang-kv-layouts")
     from .signatures import check_signatures
 
-    report = check_signatures(_REPOSITORY_STUBS)
+    report = check_signatures(folder)
     compared = f"{report.symbols} names in {report.modules} modules"
     if report.mismatches:
         shown = "; ".join(str(mismatch) for mismatch in report.mismatches[:_SHOWN_MISMATCHES])
@@ -112,7 +114,13 @@ def _layouts() -> CheckLine:
     from .choice import LayoutChoice
 
     for name in known_layouts():
-        LayoutChoice(strategy=name).create(page_size=64, shard_size=2, shard_rank=0)
+        try:
+            LayoutChoice(strategy=name).create(page_size=64, shard_size=2, shard_rank=0)
+        except Exception as error:  # another distribution's code
+            found = f"{name}: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+            return _failed(
+                "layout strategies", found, "without settings it must build for two ranks and pages of 64 tokens"
+            )
     return _ok("layout strategies", ", ".join(known_layouts()))
 
 

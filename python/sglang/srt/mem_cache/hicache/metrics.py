@@ -34,6 +34,7 @@ COUNTERS: Final[Mapping[str, str]] = {
     "refused_backups": "Backups that found no host room even after eviction.",
     "refused_loads": "Load-backs that found no device room even after eviction; the tokens were recomputed.",
     "off_lane_pages": "Pages of requests that went to another lane than their chain's, because that one was full.",
+    "page_reads": "Times that page numbers were read from the device, which waits for it; expected to stay 0.",
 }
 
 
@@ -92,6 +93,7 @@ class LayoutMetrics:
             "refused_backups": stats.refused_backups,
             "refused_loads": stats.refused_loads,
             "off_lane_pages": self._allocator.off_lane_pages,
+            "page_reads": 0 if self._cache.request_pages is None else self._cache.request_pages.reads,
         }
 
 

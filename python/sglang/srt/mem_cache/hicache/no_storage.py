@@ -1,6 +1,7 @@
 """What the scheduler asks of a cache about the storage (L3) tier, answered for a cache that has none.
 
-A storage backend is refused at construction and at run time: no strategy can name its pages for one yet.
+A storage backend is refused at construction, by the strategy's `validate`, and at run time, here: also where the
+strategy could name its pages for one.
 """
 
 from __future__ import annotations

@@ -10,11 +10,13 @@ and fills in the pages that the current batch needs::
 
 Each rank puts its own pages into a buffer of zeros, as integers, and the group adds them up: exact for every bit
 pattern, of a shape that the host knows, and without asking the device who owns what. A window is filled once a layer
-and a batch, and again after a write to that layer. Every rank fills the same pages in the same order.
+and a batch, and again after a write to that layer. Every rank fills the same pages in the same order. Nobody writes
+to a window: what is written to it is lost with the next fill.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -29,8 +31,16 @@ if TYPE_CHECKING:
 class PageAccess(Protocol):
     """What a device pool needs to know to be read and written by slot."""
 
+    @property
+    def lane_count(self) -> int:
+        """Ranks that the pages are shared out over; 1 where this rank stores all of them."""
+        ...
+
     def rows(self, slots: torch.Tensor) -> torch.Tensor:
-        """Rows to write `slots` to, same shape and device; rows of the padding page where others store them."""
+        """Rows to write `slots` to, same shape and device; rows of the padding page where others store them.
+
+        Within a batch the values of `slots` must not change: what they are translated to is kept.
+        """
         ...
 
     def wrote(self, kind: str, layer_id: int) -> None:
@@ -42,12 +52,20 @@ class PageAccess(Protocol):
         ...
 
     def begin_batch(self, slot_pages: torch.Tensor | None) -> None:
-        """The forward pass that follows reads these logical pages, int64, on the device; None stands for all."""
+        """The forward pass that follows reads these logical pages; None stands for all.
+
+        int64, shape ``[pages]``, on the device.
+        """
         ...
 
 
 class WholePages:
-    """Every rank stores every page: slots are rows and buffers are read in place."""
+    """Every rank stores every page: slots are rows and buffers are read in place.
+
+    Shapes, units and errors are those of `PageAccess`.
+    """
+
+    lane_count = 1
 
     def rows(self, slots: torch.Tensor) -> torch.Tensor:
         """The slots themselves."""
@@ -62,6 +80,15 @@ class WholePages:
 
     def begin_batch(self, slot_pages: torch.Tensor | None) -> None:
         """Every page is at hand."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _BatchPages:
+    """Logical pages, their row pages on this rank, both int64 ``[pages]``, and which are not here, ``[pages, 1]``."""
+
+    slot_pages: torch.Tensor
+    row_pages: torch.Tensor
+    elsewhere: torch.Tensor
 
 
 class SharedPages:
@@ -82,14 +109,28 @@ class SharedPages:
         self._page_size = page_size
         self._lane_count = lane_count
         self._reduce = reduce
-        self._batch_pages: torch.Tensor | None = None
+        self._begun = False
+        self._batch: _BatchPages | None = None
+        self._written: tuple[torch.Tensor, torch.Tensor] | None = None
         self._windows: dict[str, torch.Tensor] = {}
         self._filled: dict[str, int] = {}
         self.gathered_bytes = 0
 
+    @property
+    def lane_count(self) -> int:
+        """See `PageAccess.lane_count`."""
+        return self._lane_count
+
     def rows(self, slots: torch.Tensor) -> torch.Tensor:
-        """See `PageAccess.rows`."""
-        return self._layout.local_rows(slots)
+        """See `PageAccess.rows`. All layers of a batch write to the same slots, so they are translated once."""
+        if self._batch is None:
+            return self._layout.local_rows(slots)
+        if self._written is None or self._written[0] is not slots:
+            self._written = (slots, self._layout.local_rows(slots))
+        rows = self._written[1]
+        if rows.is_cuda:  # SGLang's indexer writes on a stream of its own
+            rows.record_stream(torch.cuda.current_stream(rows.device))
+        return rows
 
     def wrote(self, kind: str, layer_id: int) -> None:
         """See `PageAccess.wrote`."""
@@ -98,42 +139,48 @@ class SharedPages:
 
     def begin_batch(self, slot_pages: torch.Tensor | None) -> None:
         """See `PageAccess.begin_batch`."""
-        self._batch_pages = slot_pages
+        self._begun = True
+        self._batch = None if slot_pages is None else self._where(slot_pages)
+        self._written = None
         self._filled.clear()
 
     def readable(self, kind: str, layer_id: int, buffer: torch.Tensor, rows_per_page: int) -> torch.Tensor:
         """The window of `kind`, filled with the batch's pages of the layer; see `PageAccess.readable`.
 
         Every rank of the group must call it in the same order. Other pages of the window hold what earlier
-        batches left there. Raises what the process group raises if a rank is gone.
+        batches left there; before the first batch, when SGLang warms its kernels up, all are zeros. Raises what the
+        process group raises if a rank is gone.
         """
         window = self._window(kind, buffer)
-        if self._filled.get(kind) != layer_id:
+        if self._begun and self._filled.get(kind) != layer_id:
             self._fill(window, buffer, rows_per_page)
             self._filled[kind] = layer_id
         return window
 
     def _window(self, kind: str, buffer: torch.Tensor) -> torch.Tensor:
+        shape = (buffer.shape[0] * self._lane_count, *buffer.shape[1:])
         window = self._windows.get(kind)
-        if window is None:
-            window = buffer.new_zeros((buffer.shape[0] * self._lane_count, *buffer.shape[1:]))
-            self._windows[kind] = window
+        if window is None or window.shape != shape:
+            window = self._windows[kind] = buffer.new_zeros(shape)
         return window
 
     def _fill(self, window: torch.Tensor, buffer: torch.Tensor, rows_per_page: int) -> None:
-        pages = self._batch_pages
-        if pages is None:
-            pages = torch.arange(window.shape[0] // rows_per_page, device=buffer.device)
-        own = self._layout.local_rows(pages * self._page_size) // self._page_size
-        sent = as_integer_pages(buffer, rows_per_page)[own]
-        sent.masked_fill_((own == 0).unsqueeze(1), 0)  # the padding page stands for all pages of others
+        batch = self._batch
+        if batch is None:
+            batch = self._where(torch.arange(window.shape[0] // rows_per_page, device=buffer.device))
+        sent = as_integer_pages(buffer, rows_per_page)[batch.row_pages]
+        sent.masked_fill_(batch.elsewhere, 0)  # the padding page stands for all pages of others
         self._reduce(sent)
-        as_integer_pages(window, rows_per_page)[pages] = sent
+        as_integer_pages(window, rows_per_page)[batch.slot_pages] = sent
         self.gathered_bytes += sent.nbytes
+
+    def _where(self, slot_pages: torch.Tensor) -> _BatchPages:
+        row_pages = self._layout.local_rows(slot_pages * self._page_size) // self._page_size
+        return _BatchPages(slot_pages=slot_pages, row_pages=row_pages, elsewhere=(row_pages == 0).unsqueeze(1))
 
 
 def as_integer_pages(buffer: torch.Tensor, rows_per_page: int) -> torch.Tensor:
-    """A view of a contiguous `buffer` as integers, one row a page; rows beyond the last whole page are left out."""
+    """A view of the whole pages of a contiguous `buffer` as integers, ``[pages, integers a page]``, int32 or uint8."""
     pages = buffer.shape[0] // rows_per_page
     whole = buffer[: pages * rows_per_page].view(pages, -1)
     row_bytes = whole.shape[1] * whole.element_size()
@@ -141,7 +188,7 @@ def as_integer_pages(buffer: torch.Tensor, rows_per_page: int) -> torch.Tensor:
 
 
 def group_sum(group: dist.ProcessGroup) -> Callable[[torch.Tensor], None]:
-    """Adds a tensor up over the ranks of `group`, in place."""
+    """Adds a tensor of any shape up over the ranks of `group`, in place."""
 
     def reduce(tensor: torch.Tensor) -> None:
         dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=group)

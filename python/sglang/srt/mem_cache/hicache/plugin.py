@@ -17,7 +17,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from sglang.srt.mem_cache.layouts.errors import LayoutConfigError
 
-from . import server_args, serving
+from . import index_writes, server_args, serving
 from .cpu.platform import PLATFORM_CLASS, use_absorbed_mla
 from .cpu.support import install_cpu_support
 from .refusals import RADIX_BACKEND
@@ -26,7 +26,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 _CONFIGURATOR: Final = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator"
+_ALLOCATION: Final = "sglang.srt.mem_cache.allocation"
 _SERVER_ARGS: Final = "sglang.srt.server_args.ServerArgs"
+_INDEXER: Final = "sglang.srt.layers.attention.dsa.dsa_indexer.Indexer"
 _ENGINE_MODULE: Final = "sglang.srt.entrypoints.engine"
 
 
@@ -50,14 +52,12 @@ HOOKS: Final = (
         kind=HookType.AROUND,
     ),
     Hook(target=f"{_CONFIGURATOR}.configure", function=serving.report_logical_capacity, kind=HookType.AFTER),
+    Hook(target=f"{_ALLOCATION}.alloc_for_extend", function=serving.extend_batch, kind=HookType.AROUND),
+    Hook(target=f"{_ALLOCATION}.alloc_for_decode", function=serving.decode_batch, kind=HookType.AROUND),
+    Hook(target=f"{_INDEXER}._store_index_k_cache", function=index_writes.store_keys, kind=HookType.AROUND),
     Hook(
-        target="sglang.srt.mem_cache.allocation.alloc_paged_token_slots_extend",
-        function=serving.alloc_for_chains,
-        kind=HookType.AROUND,
-    ),
-    Hook(
-        target="sglang.srt.mem_cache.allocation.alloc_paged_token_slots_decode",
-        function=serving.alloc_for_chains,
+        target=f"{_INDEXER}._fused_k_prepare_and_store",
+        function=index_writes.prepare_and_store_keys,
         kind=HookType.AROUND,
     ),
     Hook(

@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from typing import TYPE_CHECKING, Generic
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Generic, TypeAlias
 
 from sglang.srt.disaggregation.kv_events import StorageMedium
 
@@ -35,7 +36,7 @@ from .stats import CacheStats
 from .tiers import TieredRadixTree, ack_seconds, ready_acks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     import torch
     from sglang.srt.managers.cache_controller import HiCacheAck
@@ -45,10 +46,13 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.layouts.pages import PageArray
 
     from .in_flight import Backup, LoadBack
+    from .request_pages import RequestPages
     from .settings import HiCacheSettings, ShardGroup
     from .tree_node import LayoutTreeNode
 
 logger = logging.getLogger(__name__)
+
+SchedulerRequest: TypeAlias = Any  # what has the attributes of SGLang's `Req`
 
 
 class HiRadixCache(NoStorageTier, TieredRadixTree[MetadataT], Generic[MetadataT]):
@@ -61,6 +65,8 @@ class HiRadixCache(NoStorageTier, TieredRadixTree[MetadataT], Generic[MetadataT]
     """
 
     reporter: Callable[[], None] | None = None  # called after each settling; publishes metrics in a server
+    request_pages: RequestPages | None = None  # in a server: what the allocator of this cache records
+    _row_pages: PageArray | None = None  # of the request that is being put into the tree
 
     def __init__(
         self,
@@ -110,11 +116,47 @@ class HiRadixCache(NoStorageTier, TieredRadixTree[MetadataT], Generic[MetadataT]
         """
         self.cache_controller.reset()
         self.in_flight.clear()
+        if self.request_pages is not None:
+            self.request_pages.clear()
         super().reset()
 
     def release_host_resources(self) -> None:
         """Unregister pinned host memory before the process ends."""
         release_host_pool(self.token_to_kv_pool_host)
+
+    # Requests are put into the tree: SGLang reads their rows on the device, the page numbers are known here.
+
+    def cache_finished_req(self, req: SchedulerRequest, is_insert: bool = True, *, kv_len_to_handle: int) -> None:
+        """Put the whole pages of a request that has ended into the tree, or give all back, and unlock its prefix."""
+        row = req.kv.req_pool_idx
+        with self._pages_known(req, kv_len_to_handle):
+            super().cache_finished_req(req, is_insert, kv_len_to_handle=kv_len_to_handle)
+        if self.request_pages is not None and row is not None:
+            self.request_pages.end(row, -(-kv_len_to_handle // self.page_size))
+
+    def cache_unfinished_req(self, req: SchedulerRequest, chunked: bool = False) -> None:
+        """Put the whole pages of a request that goes on into the tree, and lock them for it."""
+        with self._pages_known(req, len(req.get_fill_ids())):
+            super().cache_unfinished_req(req, chunked)
+        if self.request_pages is not None and req.kv.req_pool_idx is not None:
+            self.request_pages.keep_from(req.kv.req_pool_idx, req.kv.cache_protected_len // self.page_size)
+
+    @contextmanager
+    def _pages_known(self, req: SchedulerRequest, tokens: int) -> Iterator[None]:
+        """Within the block, `insert` is called with the first slots of `req`, `tokens` at most."""
+        if self.request_pages is not None:
+            self._row_pages = self.request_pages.of(req.kv, req.last_node, tokens)
+        try:
+            yield
+        finally:
+            self._row_pages = None
+
+    def _slot_pages_of(self, value: torch.Tensor) -> PageArray:
+        if self._row_pages is not None:
+            return self._row_pages
+        if self.request_pages is not None:
+            self.request_pages.count_read("page numbers of a request")
+        return super()._slot_pages_of(value)
 
     # What the scheduler asks before it calls itself idle.
 
@@ -133,9 +175,10 @@ class HiRadixCache(NoStorageTier, TieredRadixTree[MetadataT], Generic[MetadataT]
     def load_back(self, node: LayoutTreeNode[MetadataT], mem_quota: int | None = None) -> torch.Tensor | None:
         """Bring `node` and its evicted ancestors back to the device; all of them or none.
 
-        Returns their slots, int64, on the pool's device, with the copy queued until `ready_to_load_host_cache`,
-        or None, with every lock as before, if the hit is below the threshold, above `mem_quota` (logical
-        tokens that the caller may use), finds no room, or was deleted after the caller's match.
+        Returns their slots, int64, shape ``[tokens]``, on the pool's device, with the copy queued until
+        `ready_to_load_host_cache`, or None, with every lock as before, if the hit is below the threshold, above
+        `mem_quota` (logical tokens that the caller may use), finds no room, or was deleted after the caller's match.
+        Raises `LayoutInvariantError`, with nothing changed, if no ancestor is on the device.
         """
         nodes: list[LayoutTreeNode[MetadataT]] = []
         above = node
@@ -199,7 +242,11 @@ class HiRadixCache(NoStorageTier, TieredRadixTree[MetadataT], Generic[MetadataT]
             self._refresh(node)
 
     def init_load_back(self, params: InitLoadBackParams) -> tuple[torch.Tensor, LayoutTreeNode[MetadataT]]:
-        """Load back what a match found on the host. Returns the new slots and the deepest node on the device."""
+        """Load back what a match found on the host.
+
+        Returns the new slots, int64, shape ``[tokens]``, on the pool's device, empty if nothing was loaded, and the
+        deepest node on the device.
+        """
         node: LayoutTreeNode[MetadataT] = params.best_match_node
         if node.value is None:
             value = self.load_back(node, params.mem_quota)

@@ -25,7 +25,7 @@ from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
 from sglang.srt.mem_cache.utils import compute_node_hash_values, split_node_hash_value
 
 from sglang.srt.mem_cache.layouts.errors import LayoutInvariantError
-from sglang.srt.mem_cache.layouts.pages import PageArray, pages_of_tokens
+from sglang.srt.mem_cache.layouts.pages import PageArray, pages_of_tokens, tokens_of_pages
 from sglang.srt.mem_cache.layouts.protocol import KVLayoutStrategy, MetadataT
 
 from .eviction import EvictionOrder
@@ -91,7 +91,7 @@ class LayoutRadixTree(RadixCache, Generic[MetadataT]):
         logical tokens that only the host has.
         """
         key, _ = params.key.maybe_to_bigram_view(self.is_eagle)
-        key = key.page_aligned(self.page_size)
+        key = _whole_pages_of(key, self.page_size)
         if self.disable or len(key) == 0:
             return self._empty_match_result
         values: list[torch.Tensor] = []
@@ -116,8 +116,8 @@ class LayoutRadixTree(RadixCache, Generic[MetadataT]):
         tick = self._now()
         node = self.root_node
         node.last_access_time = tick
-        matched = 0
-        while matched < len(key):
+        matched, end = 0, len(key)
+        while matched < end:
             child = node.children.get(key.child_key_at(matched, self.page_size))
             if child is None:
                 break
@@ -139,12 +139,13 @@ class LayoutRadixTree(RadixCache, Generic[MetadataT]):
 
         Nodes that had left the device get the new slots. `prefix_len` counts the tokens whose slots the tree had
         already: the caller frees its duplicates of those. The rest belongs to the tree from now on. The page
-        numbers come with `PagedInsertParams`; else they are read from `value`, which waits for its device.
+        numbers come with `PagedInsertParams`; else they are read from `value`, which waits for its device. Raises
+        `LayoutInvariantError`, with the tree unchanged, for fewer slots or pages than tokens, or parts of pages.
         """
         if self.disable:
             return InsertResult(prefix_len=0)
         key, value = params.key.maybe_to_bigram_view(self.is_eagle, params.value)
-        key = key.page_aligned(self.page_size)
+        key = _whole_pages_of(key, self.page_size)
         if len(key) == 0:
             return InsertResult(prefix_len=0)
         if value is None or len(value) < len(key):
@@ -153,18 +154,26 @@ class LayoutRadixTree(RadixCache, Generic[MetadataT]):
             )
         pages = params.slot_pages if isinstance(params, PagedInsertParams) else None
         if pages is None:
-            pages = pages_of_tokens(value[: len(key)], self.page_size)
+            pages = self._slot_pages_of(value[: len(key)])
         if len(pages) * self.page_size < len(key):
             raise LayoutInvariantError(f"insert of {len(key)} tokens came with {len(pages)} slot pages")
         return self._insert_slots(key, value, pages, params.priority or 0, params.chunked)
+
+    def _slot_pages_of(self, value: torch.Tensor) -> PageArray:
+        """Page numbers of `value`, read from its device. `LayoutInvariantError` if a slot is not where it belongs."""
+        slots = value.to("cpu", torch.int64)
+        pages = pages_of_tokens(slots, self.page_size)
+        if not torch.equal(slots, tokens_of_pages(pages, self.page_size)):
+            raise LayoutInvariantError(f"{len(slots)} slots to insert are no whole pages of {self.page_size}")
+        return pages
 
     def _insert_slots(
         self, key: RadixKey, value: torch.Tensor, pages: PageArray, priority: int, chunked: bool
     ) -> InsertResult:
         tick = self._now()
         node = self.root_node
-        at, duplicates = 0, 0
-        while at < len(key):
+        at, duplicates, end = 0, 0, len(key)
+        while at < end:
             child = node.children.get(key.child_key_at(at, self.page_size))
             if child is None:
                 break
@@ -180,9 +189,9 @@ class LayoutRadixTree(RadixCache, Generic[MetadataT]):
                 duplicates += shared
                 self._on_hit(node, chunked)
             at += shared
-        if at < len(key):
+        if at < end:
             node = self._add_leaf(node, key[at:], priority)
-            self._put_on_device(node, value[at : len(key)].clone(), self._page_range(pages, at, len(key)))
+            self._put_on_device(node, value[at:end].clone(), self._page_range(pages, at, end))
             self.kv_events.record_store(node)
             self._on_hit(node, chunked)
         return InsertResult(prefix_len=duplicates, last_device_node=node)
@@ -276,13 +285,16 @@ class LayoutRadixTree(RadixCache, Generic[MetadataT]):
             self.protected_size_ += tokens
             return
         self.evictable_size_ += tokens
-        if node.lane_pages is None:
-            lanes = self.layout.lanes_of(node.slot_pages)
-            node.lane_pages = np.bincount(lanes, minlength=self.layout.lane_count)
         if tokens > 0:
-            self.evictable_lane_pages += node.lane_pages
+            self.evictable_lane_pages += self._lane_pages(node)
         elif tokens < 0:
-            self.evictable_lane_pages -= node.lane_pages
+            self.evictable_lane_pages -= self._lane_pages(node)
+
+    def _lane_pages(self, node: LayoutTreeNode[MetadataT]) -> PageArray:
+        """Pages of the node's slots in each lane, counted once."""
+        if node.lane_pages is None:
+            node.lane_pages = np.bincount(self.layout.lanes_of(node.slot_pages), minlength=self.layout.lane_count)
+        return node.lane_pages
 
     # Locks.
 
@@ -304,20 +316,23 @@ class LayoutRadixTree(RadixCache, Generic[MetadataT]):
     def _lock(self, node: LayoutTreeNode[MetadataT], step: int) -> int:
         before = self.evictable_size_
         self._check_lock(node, step)
-        while not node.is_root:
-            on_device = node.tokens if node.value is not None else 0
-            self._count(node, -on_device)
-            node.lock_ref += step
-            self._count(node, on_device)
-            self._refresh(node)
-            node = _parent(node)
+        while node.parent is not None:
+            if node.lock_ref == 0 or node.lock_ref + step == 0:
+                on_device = node.tokens if node.value is not None else 0
+                self._count(node, -on_device)
+                node.lock_ref += step
+                self._count(node, on_device)
+                self._refresh(node)
+            else:
+                node.lock_ref += step
+            node = node.parent
         return self.evictable_size_ - before
 
     def _check_lock(self, node: LayoutTreeNode[MetadataT], step: int) -> None:
-        while not node.is_root:
+        while node.parent is not None:
             if node.lock_ref + step < 0:
                 raise LayoutInvariantError(f"node {node.id} is unlocked {-step} times but holds {node.lock_ref} locks")
-            node = _parent(node)
+            node = node.parent
         if node is not self.root_node:
             raise LayoutInvariantError("a node of another tree was locked or unlocked; was the cache reset?")
 
@@ -356,7 +371,7 @@ class LayoutRadixTree(RadixCache, Generic[MetadataT]):
         return sum(node.tokens for node in self.nodes() if node.value is not None)
 
     def all_values_flatten(self) -> torch.Tensor:
-        """Every slot that the tree holds, int64, on the pool's device."""
+        """Every slot that the tree holds: int64, shape ``[tokens]``, on the pool's device."""
         values = [node.value for node in self.nodes() if node.value is not None]
         return torch.cat(values) if values else self._empty_match_result.device_indices
 
@@ -369,6 +384,17 @@ class LayoutRadixTree(RadixCache, Generic[MetadataT]):
     def _now(self) -> int:
         self._tick += 1
         return self._tick
+
+
+def _whole_pages_of(key: RadixKey, page_size: int) -> RadixKey:
+    """`key` up to its last whole page, sharing its tokens: SGLang's `page_aligned` copies them."""
+    tokens = len(key) // page_size * page_size
+    if tokens == len(key):
+        return key
+    if tokens == 0:
+        return key[:0]
+    raw_tokens = tokens + 1 if key.is_bigram else tokens
+    return RadixKey(key.token_ids, key.extra_key, key.is_bigram, raw_tokens, key.cache_salt)
 
 
 def _parent(node: LayoutTreeNode[MetadataT]) -> LayoutTreeNode[MetadataT]:

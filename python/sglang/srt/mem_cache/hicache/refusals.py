@@ -42,6 +42,7 @@ class ModelFacts:
 
     is_mla: bool = True
     is_dsa: bool = False
+    index_kpool: int = 1  # tokens that share an index key of a DSA model
     is_hybrid_swa: bool = False
     is_recurrent: bool = False
 
@@ -54,6 +55,9 @@ class ServerFacts:
     model: ModelFacts
     shard_size: int
     on_cpu: bool
+    on_nvidia: bool = False
+    graphs_on: bool = False
+    graphs_asked_for: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,15 +83,6 @@ def _set(field: str) -> Callable[[ServerFacts], bool]:
 
 def _above_one(field: str) -> Callable[[ServerFacts], bool]:
     return lambda facts: getattr(facts.args, field) > 1
-
-
-def _graphs(facts: ServerFacts) -> bool:
-    args = facts.args
-    if facts.on_cpu or args.disable_cuda_graph:
-        return False
-    decode_off = args.disable_decode_cuda_graph or args.cuda_graph_backend_decode == "disabled"
-    prefill_off = args.disable_prefill_cuda_graph or args.cuda_graph_backend_prefill == "disabled"
-    return not (decode_off and prefill_off)
 
 
 def _unverified_attention(facts: ServerFacts) -> bool:
@@ -118,7 +113,7 @@ RULES: Final[tuple[Rule, ...]] = (
     Rule(
         setting="--hicache-storage-backend",
         applies=lambda facts: facts.args.hicache_storage_backend is not None,
-        why="no strategy can name its pages for a storage tier yet",
+        why="there is no storage tier below the host yet",
         remedy="drop --hicache-storage-backend",
     ),
     Rule(
@@ -224,6 +219,12 @@ RULES: Final[tuple[Rule, ...]] = (
         remedy="use a model with attention only, or drop the strategy",
     ),
     Rule(
+        setting="a model with pooled index keys (index_kpool above 1)",
+        applies=lambda facts: facts.model.index_kpool > 1,
+        why="the keys of unfinished pools belong to requests, not to pages",
+        remedy="use a model with an index key a token, such as DeepSeek-V3.2 or GLM-5, or drop the strategy",
+    ),
+    Rule(
         setting="a model without latent KV (MHA, GQA)",
         applies=lambda facts: not facts.model.is_mla,
         why="every rank holds other heads, so no rank can keep a page for the others",
@@ -231,10 +232,10 @@ RULES: Final[tuple[Rule, ...]] = (
         scope=Scope.SHARDED,
     ),
     Rule(
-        setting="a model with sparse attention (DSA)",
-        applies=lambda facts: facts.model.is_mla and facts.model.is_dsa,
-        why="SGLang's indexer writes index keys past the pool, so they cannot be filtered by owner in this release",
-        remedy=f"use {STRATEGY_FLAG} identity",
+        setting="a model with sparse attention (DSA) without an NVIDIA GPU",
+        applies=lambda facts: facts.model.is_mla and facts.model.is_dsa and not facts.on_nvidia,
+        why="elsewhere SGLang's indexer stores index keys past the pool, or does not run",
+        remedy=f"use an NVIDIA GPU, or {STRATEGY_FLAG} identity",
         scope=Scope.SHARDED,
     ),
     Rule(
@@ -245,10 +246,10 @@ RULES: Final[tuple[Rule, ...]] = (
         scope=Scope.SHARDED,
     ),
     Rule(
-        setting="--enable-dp-attention",
-        applies=_set("enable_dp_attention"),
+        setting="--enable-dp-attention with --dp-size above 1",
+        applies=lambda facts: facts.args.enable_dp_attention and facts.args.dp_size > 1,
         why="each group has its own tree, and that was not tested with shared pages",
-        remedy="drop --enable-dp-attention",
+        remedy="use --dp-size 1",
         scope=Scope.SHARDED,
     ),
     Rule(
@@ -280,10 +281,18 @@ RULES: Final[tuple[Rule, ...]] = (
         scope=Scope.SHARDED,
     ),
     Rule(
-        setting="CUDA graphs",
-        applies=_graphs,
+        setting="--cuda-graph-backend-decode, --cuda-graph-backend-prefill or --cuda-graph-config that asks for graphs",
+        applies=lambda facts: facts.graphs_asked_for,
         why="a captured graph cannot gather the pages of another batch",
-        remedy="add --cuda-graph-backend-decode disabled --cuda-graph-backend-prefill disabled",
+        remedy="drop it: graphs are switched off then",
+        scope=Scope.SHARDED,
+    ),
+    Rule(
+        setting="CUDA graphs",
+        applies=lambda facts: facts.graphs_on and not facts.graphs_asked_for,
+        why="a captured graph cannot gather the pages of another batch",
+        remedy="they are switched off for this server",
+        answer=Answer.WARNED,
         scope=Scope.SHARDED,
     ),
     Rule(

@@ -18,6 +18,7 @@ from sglang.srt.mem_cache.layouts.errors import LayoutConfigError
 from sglang.srt.mem_cache.layouts.registry import known_layouts
 
 from .choice import CONFIG_FLAG, CP_SHARED_FLAG, STRATEGY_FLAG, attach_choice, choice_of, choose
+from .graphs import phases_asked_for, phases_with_graphs, turn_graphs_off
 from .refusals import RADIX_BACKEND, ModelFacts, ServerFacts, refuse_what_does_not_fit
 
 if TYPE_CHECKING:
@@ -100,13 +101,16 @@ def check(_result: None, server_args: ServerArgs) -> None:
         attach_choice(server_args, choice)
     for warning in refuse_what_does_not_fit(facts, choice.asked, sharded=lanes > 1):
         logger.warning("%s", warning)
+    if facts.graphs_on and lanes > 1:
+        turn_graphs_off(server_args)
 
 
 def server_facts(server_args: ServerArgs) -> ServerFacts:
     """What the table of `refusals` asks about. Reads the model's configuration, not its weights."""
     from sglang.srt.arg_groups.model_override_base import model_config_of
     from sglang.srt.configs.hybrid_arch import mambaish_config
-    from sglang.srt.configs.model_config import AttentionArch, is_deepseek_dsa
+    from sglang.srt.configs.model_config import AttentionArch, get_dsa_index_kpool, is_deepseek_dsa
+    from sglang.srt.utils import is_cuda
 
     from .cpu.support import accelerator_present
 
@@ -117,11 +121,15 @@ def server_facts(server_args: ServerArgs) -> ServerFacts:
         model=ModelFacts(
             is_mla=model.attention_arch == AttentionArch.MLA,
             is_dsa=is_deepseek_dsa(model.hf_config),
+            index_kpool=get_dsa_index_kpool(model.hf_config),
             is_hybrid_swa=model.is_hybrid_swa,
             is_recurrent=mambaish_config(model) is not None,
         ),
         shard_size=shard_size(args),
         on_cpu=not accelerator_present(),
+        on_nvidia=is_cuda(),
+        graphs_on=accelerator_present() and bool(phases_with_graphs(server_args)),
+        graphs_asked_for=accelerator_present() and bool(phases_asked_for(server_args)),
     )
 
 

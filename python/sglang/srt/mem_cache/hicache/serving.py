@@ -7,7 +7,8 @@ share it::
     build_pool ─▶ build_allocator ─▶ report_logical_capacity ─▶ build_cache
     (SGLang's)    (strategy, lanes)  (N x the rows of a rank)   (tree, controller, host tier)
 
-    every batch:  alloc_for_chains (bases of the chains) ─▶ begin_forward (pages that attention will read)
+    every batch:  extend_batch, decode_batch (bases of the chains; pages of the requests, recorded in host memory)
+                  ─▶ begin_forward (pages that attention will read)
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from .host_pools import host_bytes_of
 from .metrics import LayoutMetrics
 from .page_reader import SharedPages, WholePages, group_sum
 from .radix_cache import HiRadixCache
+from .request_pages import RequestPages
 from .serving_allocator import ServingSlotAllocator
 from .settings import HiCacheSettings, ShardGroup
 from .shared_pools import LayoutDSATokenToKVPool, LayoutMLATokenToKVPool
@@ -39,7 +41,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from sglang.srt.distributed.parallel_state import GroupCoordinator
-    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
     from sglang.srt.mem_cache.allocator.base import BaseTokenToKVPoolAllocator
     from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigResult, KVCacheConfigurator
     from sglang.srt.mem_cache.memory_pool import KVCache
@@ -99,7 +101,11 @@ def report_logical_capacity(
 
 
 def build_cache(context: TreeCacheBuildContext) -> HiRadixCache[Any]:
-    """The radix cache backend `kv_layout`. Raises `LayoutConfigError` if it is reached by any other way."""
+    """The radix cache backend `kv_layout`.
+
+    Raises `LayoutConfigError` if it is reached by any other way, `LayoutInvariantError` if the slot allocator is
+    SGLang's.
+    """
     from .plugin import refuse_missing_hooks
 
     choice = choice_of(context.server_args)
@@ -116,11 +122,17 @@ def build_cache(context: TreeCacheBuildContext) -> HiRadixCache[Any]:
         context.params, layout=allocator.layout, settings=HiCacheSettings.from_server(), group=group
     )
     allocator.evict_with(cache.make_device_room)
+    mirror_requests(cache, allocator)
     if context.params.enable_metrics:
         cache.reporter = LayoutMetrics(cache, allocator).publish
     context.tp_worker.register_hicache_layer_transfer_counter(cache.cache_controller.layer_done_counter)
     _log_start(cache, allocator, group, context.tp_size)
     return cache
+
+
+def mirror_requests(cache: HiRadixCache[Any], allocator: ServingSlotAllocator) -> None:
+    """From now on the pages of requests are known on the host: `allocator` records them, `cache` asks for them."""
+    cache.request_pages = allocator.request_pages = RequestPages(cache.req_to_token_pool, cache.page_size)
 
 
 def shard_group() -> ShardGroup:
@@ -212,19 +224,50 @@ def _gigabytes(count: int) -> str:
 # Every batch.
 
 
-def alloc_for_chains(
-    original: Callable[..., torch.Tensor],
-    tree_cache: Any,  # noqa: ANN401  # any of SGLang's caches
+def extend_batch(
+    original: Callable[..., Any],
+    batch: ScheduleBatch,
     *positional: Any,  # noqa: ANN401
     **named: Any,  # noqa: ANN401
-) -> torch.Tensor:
-    """Around the two functions that allocate a batch's slots: tell the allocator where each chain begins."""
-    allocator = tree_cache.token_to_kv_pool_allocator
-    batch = named.get("batch")
-    if not isinstance(allocator, ServingSlotAllocator) or batch is None:
-        return original(tree_cache, *positional, **named)
-    with allocator.chain_bases(_chain_bases(allocator, batch.reqs)):
-        return original(tree_cache, *positional, **named)
+) -> Any:  # noqa: ANN401
+    """Around `alloc_for_extend`: slots for prompts, or chunks of them."""
+    with _allocation(batch, lambda: (batch.prefix_lens, batch.seq_lens_cpu.tolist())):
+        return original(batch, *positional, **named)
+
+
+def decode_batch(original: Callable[..., Any], batch: ScheduleBatch, token_per_req: int) -> Any:  # noqa: ANN401
+    """Around `alloc_for_decode`: slots for the next tokens."""
+    lengths = batch.seq_lens_cpu
+    with _allocation(batch, lambda: (lengths.tolist(), (lengths + token_per_req).tolist())):
+        return original(batch, token_per_req)
+
+
+@contextmanager
+def _allocation(batch: ScheduleBatch, spans: Callable[[], tuple[Sequence[int], Sequence[int]]]) -> Iterator[None]:
+    """The allocator is told where each chain begins, and the cache which pages each request was given.
+
+    `spans` are the tokens that each request has, and those that it is to have.
+    """
+    allocator = batch.tree_cache.token_to_kv_pool_allocator
+    if not isinstance(allocator, ServingSlotAllocator):
+        yield
+        return
+    begins = [not request.kv.holds_kv for request in batch.reqs]
+    firsts, ends = spans()
+    with allocator.chain_bases(_chain_bases(allocator, batch.reqs)) as allocated:
+        yield
+    requests, page_size = allocator.request_pages, allocator.page_size
+    if requests is None or not allocated:
+        return
+    pages, at = np.concatenate(allocated), 0
+    for request, begun, first, end in zip(batch.reqs, begins, firsts, ends, strict=True):
+        first_page, end_page = -(-first // page_size), -(-end // page_size)
+        if end_page > first_page and request.kv.req_pool_idx is not None:
+            own = pages[at : at + end_page - first_page]
+            requests.record(request.kv.req_pool_idx, first_page, own, begins=begun)
+            at += len(own)
+    if at != len(pages):
+        raise LayoutInvariantError(f"{len(pages)} pages were allocated for a batch that was to have {at}")
 
 
 def _chain_bases(allocator: ServingSlotAllocator, requests: Sequence[Req]) -> list[int]:
@@ -249,6 +292,8 @@ def begin_forward(
     pool = runner.token_to_kv_pool
     if isinstance(pool, LayoutMLATokenToKVPool) and not isinstance(pool.access, WholePages):
         pool.access.begin_batch(_pages_of_batch(runner, forward_batch, pool.page_size))
+        with pool.sized_by_slots():
+            return original(runner, forward_batch, *positional, **named)
     return original(runner, forward_batch, *positional, **named)
 
 

@@ -10,6 +10,8 @@ lane. So a request's pages are allocated in three steps, the same on every rank:
 
 Only a load-back needs particular lanes, because its host pages lie on particular ranks; without room it is
 recomputed, as in SGLang.
+
+Slots that SGLang gives back are looked up in `RequestPages`, in host memory, instead of being read from the device.
 """
 
 from __future__ import annotations
@@ -28,12 +30,16 @@ if TYPE_CHECKING:
 
     from sglang.srt.mem_cache.layouts.pages import LaneArray, PageArray
 
+    from .request_pages import RequestPages
+
 
 class ServingSlotAllocator(CPSharedPagedTokenToKVPoolAllocator):
     """`CPSharedPagedTokenToKVPoolAllocator` with a cache behind it and chain bases from the requests' tokens."""
 
+    request_pages: RequestPages | None = None  # of the cache behind it
     _make_room: Callable[[LaneArray], None] | None = None
     _bases: Sequence[int] | None = None
+    _allocated: list[PageArray] | None = None
     off_lane_pages = 0
 
     def evict_with(self, make_room: Callable[[LaneArray], None]) -> None:
@@ -41,13 +47,17 @@ class ServingSlotAllocator(CPSharedPagedTokenToKVPoolAllocator):
         self._make_room = make_room
 
     @contextmanager
-    def chain_bases(self, bases: Sequence[int]) -> Iterator[None]:
-        """Within the block `alloc_extend` and `alloc_decode` use these lanes of the chains' first pages."""
-        self._bases = bases
+    def chain_bases(self, bases: Sequence[int]) -> Iterator[list[PageArray]]:
+        """Within the block `alloc_extend` and `alloc_decode` use these lanes of the chains' first pages.
+
+        The list fills with the pages that requests are given in it, in order.
+        """
+        allocated: list[PageArray] = []
+        self._bases, self._allocated = bases, allocated
         try:
-            yield
+            yield allocated
         finally:
-            self._bases = None
+            self._bases = self._allocated = None
 
     def alloc_extend(
         self,
@@ -72,12 +82,6 @@ class ServingSlotAllocator(CPSharedPagedTokenToKVPoolAllocator):
             self._bases if rotation_bases is None else rotation_bases,
         )
 
-    def alloc(self, need_size: int) -> torch.Tensor | None:
-        """See `CPSharedPagedTokenToKVPoolAllocator.alloc`; None only if all lanes together are short."""
-        if need_size % self.page_size:
-            return super().alloc(need_size)  # raises
-        return self._as_slots(self._alloc_chain_pages(self._fullest_lanes(need_size // self.page_size)))
-
     def _alloc_chain_pages(self, lanes: LaneArray) -> PageArray | None:
         pages = self.alloc_lanes(lanes)
         if pages is None and self._make_room is not None:
@@ -85,6 +89,8 @@ class ServingSlotAllocator(CPSharedPagedTokenToKVPoolAllocator):
             pages = self.alloc_lanes(lanes)
         if pages is None:
             pages = self._alloc_anywhere(lanes)
+        if pages is not None and self._allocated is not None:
+            self._allocated.append(pages)
         return pages
 
     def _alloc_anywhere(self, lanes: LaneArray) -> PageArray | None:
@@ -105,3 +111,26 @@ class ServingSlotAllocator(CPSharedPagedTokenToKVPoolAllocator):
             room[lane] -= 1
         self.off_lane_pages += len(homeless)
         return self.alloc_lanes(dealt)
+
+    def free(self, free_index: torch.Tensor) -> None:
+        """Free the pages that any of `free_index`, slots of shape ``[tokens]``, lies in.
+
+        At once if it is a part of a request's row, without asking the device; else as
+        `CPSharedPagedTokenToKVPoolAllocator.free`, which is counted.
+        """
+        requests = self.request_pages
+        if requests is None:
+            super().free(free_index)
+        elif free_index.numel():
+            pages = requests.take(free_index)
+            if pages is None:
+                super().free(free_index)
+            else:
+                self.free_slot_pages(pages)
+
+    def _pages_of(self, slots: torch.Tensor) -> PageArray:
+        pages = super()._pages_of(slots)
+        if self.request_pages is not None:
+            self.request_pages.count_read("page numbers of slots that were freed")
+            self.request_pages.forget(pages)
+        return pages

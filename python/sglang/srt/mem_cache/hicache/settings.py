@@ -19,7 +19,8 @@ class HiCacheSettings:
     """The values of SGLang's ``--hicache-*`` flags that the cache reads.
 
     Host memory is `host_gb` x 10^9 bytes a rank if positive, else `host_ratio` x the device pool's rows.
-    `load_back_threshold` is in logical tokens: a shorter host hit is recomputed.
+    `load_back_threshold` is in logical tokens: a shorter host hit is recomputed. Raises `LayoutConfigError` for an
+    unknown write policy.
     """
 
     write_policy: WritePolicy = "write_through"

@@ -22,6 +22,7 @@ from sglang.srt.mem_cache.layouts.pages import NO_PAGES
 from sglang.srt.mem_cache.layouts.protocol import MetadataT
 
 from .controller import HiCacheController, HostShortfall
+from .page_runs import pages_by_lane
 from .radix_tree import LayoutRadixTree
 
 if TYPE_CHECKING:
@@ -62,7 +63,8 @@ class TieredRadixTree(LayoutRadixTree[MetadataT], Generic[MetadataT]):
         """Copy a node to the host, making room there if needed. Returns its logical tokens, 0 if refused.
 
         Except for `write_back`, the node's parent must be backed up already, so that host copies form prefixes,
-        and the node is locked until the ack. Refused on all ranks alike, with the node unchanged.
+        and the node is locked until the ack. Refused on all ranks alike, with the node unchanged. Raises
+        `LayoutInvariantError` if ledger, metadata and node contradict each other.
         """
         if not write_back and node.parent is not None and not node.parent.backuped:
             return 0
@@ -189,11 +191,13 @@ class TieredRadixTree(LayoutRadixTree[MetadataT], Generic[MetadataT]):
 
         If one lane is beyond help while all lanes together could serve, nothing is evicted: it would be in vain.
         """
-        short = np.bincount(lanes, minlength=self.slots.lane_count) - self.slots.room_pages()
+        short = pages_by_lane(lanes, self.slots.lane_count) - self.slots.room_pages()
+        if short.max() <= 0:
+            return
         in_vain = bool((short > self.evictable_lane_pages).any())
         if in_vain and int(short.sum()) <= int(self.evictable_lane_pages.sum()):
             return
-        self._evict(lambda _, freed: bool((freed >= short).all()))
+        self._evict(lambda _, freed: not np.count_nonzero(freed < short))
 
     def _evict(self, enough: Callable[[int, PageArray], bool]) -> int:
         """Evict in order until ``enough(logical tokens, pages freed in each lane)``; returns the tokens."""
@@ -202,10 +206,11 @@ class TieredRadixTree(LayoutRadixTree[MetadataT], Generic[MetadataT]):
         staged: list[tuple[LayoutTreeNode[MetadataT], PageArray]] = []
         kept: list[LayoutTreeNode[MetadataT]] = []
         while not enough(tokens, freed) and (node := self.device_order.pop_first()) is not None:
+            lane_pages = self._lane_pages(node)
             pages = self._evict_node(node, staged)
             if len(pages):
                 tokens += len(pages) * self.page_size
-                freed += np.bincount(self.layout.lanes_of(pages), minlength=len(freed))
+                freed += lane_pages
             else:
                 kept.append(node)
         self._finish_staged(staged)

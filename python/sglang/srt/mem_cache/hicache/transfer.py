@@ -137,7 +137,7 @@ class HostTransfer:
         )
 
     def _transfers(self, copies: CopyPlan) -> list[L2Transfer]:
-        if not copies.pages:
+        if not len(copies.lengths):
             return []
         host_rows = self._indices(tokens_of_pages(copies.host_pages(), copies.page_size))
         device_rows = self._indices(tokens_of_pages(copies.device_pages(), copies.page_size))

@@ -34,7 +34,7 @@ class LayoutTreeNode(TreeNode, Generic[MetadataT]):
     """
 
     parent: LayoutTreeNode[MetadataT] | None
-    key: RadixKey
+    tokens: int  # logical tokens of the node; follows `key`
 
     def __init__(self, *, node_id: int, tick: int, key: RadixKey, priority: int = 0) -> None:
         super().__init__(id=node_id, priority=priority)
@@ -49,9 +49,14 @@ class LayoutTreeNode(TreeNode, Generic[MetadataT]):
         self.host_children = 0
 
     @property
-    def tokens(self) -> int:
-        """Logical tokens of the node."""
-        return len(self.key)
+    def key(self) -> RadixKey:
+        """The node's tokens."""
+        return self._key
+
+    @key.setter
+    def key(self, key: RadixKey) -> None:
+        self._key = key
+        self.tokens = len(key) if key else 0  # SGLang's constructor sets None
 
     @property
     def is_root(self) -> bool:
@@ -70,17 +75,17 @@ class LayoutTreeNode(TreeNode, Generic[MetadataT]):
 
     @property
     def host_value(self) -> torch.Tensor | None:
-        """SGLang's legacy field: host indices of every token where the layout has them, else None."""
+        """SGLang's legacy field: host indices of every token, CPU int64, shape ``[tokens]``, if the layout has them."""
         return None if self.metadata is None else self.metadata.legacy_host_value
 
     @host_value.setter
     def host_value(self, value: None) -> None:
-        """SGLang's constructor sets None; anything else must come as metadata."""
+        """SGLang's constructor sets None; anything else must come as metadata, and raises `TypeError` here."""
         if value is not None:
             raise TypeError(f"host_value is derived from metadata, got {type(value).__name__}")
 
     def set_slots(self, value: torch.Tensor, slot_pages: PageArray) -> None:
-        """Put the node on the device."""
+        """Put the node on the device: slots, int64, shape ``[tokens]``, on the pool's device, and the same as pages."""
         if self.value is None and self.parent is not None:
             self.parent.device_children += 1
         self.value = value

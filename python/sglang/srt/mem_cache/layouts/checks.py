@@ -1,4 +1,7 @@
-"""Refusals that strategies share. Each names both settings and what to do."""
+"""Refusals that strategies share.
+
+Each changes nothing, and either returns or raises `LayoutConfigError` with both settings and what to do.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ SERVED_POOLS = (PoolKind.DSA, PoolKind.MLA, PoolKind.MHA)
 
 
 def refuse_storage(layout: str, environment: LayoutEnvironment) -> None:
-    """Refuse a storage backend: silent fallback would store pages under keys that do not describe them."""
+    """Raise `LayoutConfigError` for a storage backend: it would store pages under keys that do not describe them."""
     if environment.storage_backend is not None:
         raise LayoutConfigError(
             f"--kv-layout-strategy {layout} does not support --hicache-storage-backend "
@@ -19,7 +22,7 @@ def refuse_storage(layout: str, environment: LayoutEnvironment) -> None:
 
 
 def refuse_unknown_pool(layout: str, environment: LayoutEnvironment) -> None:
-    """Refuse device pools whose pages the host tier cannot describe."""
+    """Raise `LayoutConfigError` for a device pool whose pages the host tier cannot describe."""
     if environment.pool_kind not in SERVED_POOLS:
         accepted = ", ".join(kind.value.upper() for kind in SERVED_POOLS)
         hint = " (--enable-hisparse)" if environment.pool_kind is PoolKind.HISPARSE else ""
@@ -30,7 +33,7 @@ def refuse_unknown_pool(layout: str, environment: LayoutEnvironment) -> None:
 
 
 def refuse_divergent_content(layout: str, environment: LayoutEnvironment) -> None:
-    """Refuse a pool whose content differs between the ranks of the group: one copy could not serve all."""
+    """Raise `LayoutConfigError` for a pool whose content differs between ranks: one copy could not serve all."""
     if environment.pool_kind is PoolKind.MHA and environment.group_kind is GroupKind.ATTENTION_TP:
         raise LayoutConfigError(
             f"--kv-layout-strategy {layout} does not support the KV pool {environment.pool_class} with "
@@ -40,7 +43,7 @@ def refuse_divergent_content(layout: str, environment: LayoutEnvironment) -> Non
 
 
 def refuse_mismatch(layout: str, what: str, ours: int, theirs: int) -> None:
-    """Refuse a size on which layout and serving side disagree."""
+    """Raise `LayoutConfigError` for a size on which layout and serving side disagree."""
     if ours != theirs:
         raise LayoutConfigError(
             f"--kv-layout-strategy {layout} was built for {what} {ours}, but the server has {what} {theirs}; "

@@ -67,7 +67,7 @@ class CpHiCacheNodeMetadata:
 
     @property
     def owned_page_positions(self) -> PageArray:
-        """Node-local numbers of the pages that this rank owns, ascending."""
+        """Node-local numbers of the pages that this rank owns, ascending, shape ``[owned pages]``."""
         return np.flatnonzero(self.lanes == self.cp_rank)
 
     @property
@@ -77,7 +77,7 @@ class CpHiCacheNodeMetadata:
 
     @property
     def host_indices(self) -> torch.Tensor:
-        """Host slots of the owned tokens, same order and length as `owned_positions`: CPU int64."""
+        """Host rows of the owned tokens, in the order of `owned_positions`: CPU int64, shape ``[owned tokens]``."""
         return tokens_of_pages(self.host_pages, self.page_size)
 
     @property
@@ -118,7 +118,8 @@ class CpHiCacheNodeMetadata:
 class CpSharedLayout:
     """Pages dealt to the ranks of the shard group. Generic parameter: `CpHiCacheNodeMetadata`.
 
-    Raises `LayoutConfigError` for an impossible geometry.
+    Shapes, units and errors are those of `KVLayoutStrategy` and `ShardedPoolLayout`; below stands what is particular
+    to this strategy. Raises `LayoutConfigError` for an impossible geometry.
     """
 
     name = "cp_shared"
@@ -174,12 +175,12 @@ class CpSharedLayout:
     def plan_backup(self, slot_pages: PageArray) -> BackupPlan:
         """Each rank copies the pages of its lane."""
         self.geometry.check_slot_pages(slot_pages)
-        lanes = self.lanes_of(slot_pages)
+        lanes, rows = self.geometry.owners_and_rows(slot_pages)
         return BackupPlan(
             page_size=self.page_size,
             lanes=lanes,
             demand_pages=_pages_per_lane(lanes, self.lane_count),
-            device_pages=self.geometry.row_pages(slot_pages[lanes == self.lane]),
+            device_pages=rows[lanes == self.lane],
         )
 
     def finish_backup(self, plan: BackupPlan, host_pages: PageArray) -> CpHiCacheNodeMetadata:
@@ -202,20 +203,25 @@ class CpSharedLayout:
 
     def load_lanes(self, parts: Sequence[CpHiCacheNodeMetadata]) -> LaneArray:
         """The owners at backup: a page can only come back on the rank that has it."""
-        return self.concat(parts).lanes
+        if not parts:
+            raise LayoutConfigError("parts must hold >= 1 metadata objects, got 0")
+        return np.concatenate([part.lanes for part in parts])
 
     def plan_load(self, parts: Sequence[CpHiCacheNodeMetadata], slot_pages: PageArray) -> LoadPlan:
         """Each rank copies its own host pages to the rows of the new slots in the same places."""
         self.geometry.check_slot_pages(slot_pages)
-        whole = self.concat(parts)
-        lanes = self.lanes_of(slot_pages)
-        if not np.array_equal(lanes, whole.lanes):
-            raise LayoutInvariantError(f"new slots lie in lanes {lanes}, the backup in lanes {whole.lanes}")
-        rows = self.geometry.row_pages(slot_pages[lanes == self.lane])
+        wanted = self.load_lanes(parts)
+        lanes, rows = self.geometry.owners_and_rows(slot_pages)
+        if len(lanes) != len(wanted) or np.count_nonzero(lanes != wanted):
+            raise LayoutInvariantError(f"new slots lie in lanes {lanes}, the backup in lanes {wanted}")
         return LoadPlan(
             page_size=self.page_size,
             node_pages=tuple(len(part.lanes) for part in parts),
-            copies=CopyPlan.from_pages(page_size=self.page_size, host_pages=whole.host_pages, device_pages=rows),
+            copies=CopyPlan.from_pages(
+                page_size=self.page_size,
+                host_pages=np.concatenate([part.host_pages for part in parts]),
+                device_pages=rows[lanes == self.lane],
+            ),
         )
 
     def _metadata(self, lanes: LaneArray, host_pages: PageArray) -> CpHiCacheNodeMetadata:
@@ -229,4 +235,5 @@ class CpSharedLayout:
 
 
 def _pages_per_lane(lanes: LaneArray, lane_count: int) -> tuple[int, ...]:
-    return tuple(int(pages) for pages in np.bincount(lanes, minlength=lane_count))
+    pages: list[int] = np.bincount(lanes, minlength=lane_count).tolist()
+    return tuple(pages)

@@ -75,13 +75,19 @@ class CpSharedKVLayout:
         return (slots // self.reserved_slots) * self.page_size + slots % self.page_size
 
     def local_rows(self, slots: torch.Tensor) -> torch.Tensor:
-        """Row of each slot that `cp_rank` stores, a row of the padding page for all others; int64, no waiting."""
+        """Row of each slot that `cp_rank` stores, a row of the padding page for all others.
+
+        int64, same shape and device as `slots`; nothing waits for the device.
+        """
         slots = slots.to(torch.int64)
         rows = self.logical_locs_to_physical(slots)
         return torch.where(self.owned_by_this_rank(slots), rows, slots % self.page_size)
 
     def physical_to_logical(self, rows: IndexT, owner: int) -> IndexT:
-        """Inverse of `logical_locs_to_physical` for the rows of rank `owner`."""
+        """Slot of each row of rank `owner`, same shape as `rows`: the inverse of `logical_locs_to_physical`.
+
+        Raises `LayoutConfigError` if `owner` is outside the group.
+        """
         check_range("owner", owner, 0, self.cp_size - 1)
         pages = rows // self.page_size
         return (pages * self.cp_size + owner) * self.page_size + rows % self.page_size
@@ -90,24 +96,32 @@ class CpSharedKVLayout:
 
     def page_owners(self, slot_pages: PageArray) -> LaneArray:
         """Owner of each logical page, int16, shape ``[pages]``."""
-        return (slot_pages % self.cp_size).astype(np.int16)
+        return self.owners_and_rows(slot_pages)[0]
 
     def row_pages(self, slot_pages: PageArray) -> PageArray:
         """Row page of each logical page in its owner's pool, shape ``[pages]``."""
         return slot_pages // self.cp_size
 
+    def owners_and_rows(self, slot_pages: PageArray) -> tuple[LaneArray, PageArray]:
+        """`page_owners` and `row_pages` at once, for one division; numpy takes remainders much more slowly."""
+        rows = slot_pages // self.cp_size
+        return (slot_pages - rows * self.cp_size).astype(np.int16), rows
+
     def slot_pages(self, row_pages: PageArray, owner: int) -> PageArray:
-        """Logical pages of the row pages of rank `owner`, shape ``[pages]``."""
+        """Logical pages of the row pages of rank `owner`, shape ``[pages]``.
+
+        Raises `LayoutConfigError` if `owner` is outside the group.
+        """
         check_range("owner", owner, 0, self.cp_size - 1)
         return row_pages * self.cp_size + owner
 
     def check_slot_pages(self, slot_pages: PageArray) -> None:
-        """Raise `LayoutConfigError` if a page is one of the reserved ones."""
+        """Raise `LayoutConfigError` if any of the logical pages, shape ``[pages]``, is a reserved one."""
         refuse_reserved_pages(slot_pages, self.reserved_pages)
 
 
 def refuse_reserved_pages(slot_pages: PageArray, reserved_pages: int) -> None:
-    """Raise `LayoutConfigError` if any logical page lies below `reserved_pages`."""
+    """Raise `LayoutConfigError` if any of the logical pages, shape ``[pages]``, lies below `reserved_pages`."""
     if slot_pages.size and int(slot_pages.min()) < reserved_pages:
         raise LayoutConfigError(
             f"slot page must be >= {reserved_pages} (pages below are reserved), got {int(slot_pages.min())}"

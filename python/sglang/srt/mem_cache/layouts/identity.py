@@ -63,7 +63,11 @@ class IdentityNodeMetadata:
 
 
 class IdentityLayout:
-    """Every page on every rank. Generic parameter of the contract: `IdentityNodeMetadata`."""
+    """Every page on every rank. Generic parameter of the contract: `IdentityNodeMetadata`.
+
+    Shapes, units and errors are those of `KVLayoutStrategy`; below stands what is particular to this strategy.
+    Raises `LayoutConfigError` for a page size below 1.
+    """
 
     name = "identity"
     lane_count = 1

@@ -32,9 +32,11 @@ LaneArray: TypeAlias = "npt.NDArray[np.int16]"
 NO_PAGES: PageArray = np.empty(0, dtype=np.int64)
 NO_PAGES.flags.writeable = False
 
+_ONE_RUN_FROM = 8
+
 
 def page_array(pages: Iterable[int] | PageArray) -> PageArray:
-    """Page numbers as a contiguous int64 array that nobody else holds a view of."""
+    """Page numbers as a contiguous int64 array, shape ``[pages]``, that nobody else holds a view of."""
     return np.array(pages if isinstance(pages, np.ndarray) else list(pages), dtype=np.int64)
 
 
@@ -48,6 +50,10 @@ def whole_pages(tokens: int, page_size: int, what: str) -> int:
 
 def tokens_of_pages(pages: PageArray, page_size: int) -> torch.Tensor:
     """Token indices of `pages` in order: int64 CPU tensor, shape ``[pages * page_size]``."""
+    count = len(pages)
+    if count > _ONE_RUN_FROM and pages[-1] - pages[0] == count - 1 and (pages[1:] - pages[:-1] == 1).all():
+        first = int(pages[0]) * page_size
+        return torch.arange(first, first + count * page_size)  # several times faster than page by page
     tokens = pages[:, None] * page_size + np.arange(page_size, dtype=np.int64)
     return torch.from_numpy(tokens.reshape(-1))
 

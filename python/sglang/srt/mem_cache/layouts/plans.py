@@ -23,6 +23,8 @@ from .pages import NO_PAGES, LaneArray, PageArray
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+_BREAK = np.ones(1, dtype=np.bool_)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopyRun:
@@ -54,14 +56,14 @@ class CopyPlan:
             raise LayoutInvariantError(f"{pages} host pages cannot be paired with {len(device_pages)} device pages")
         if not pages:
             return cls(page_size=page_size, host_starts=NO_PAGES, device_starts=NO_PAGES, lengths=NO_PAGES)
-        breaks = np.flatnonzero((np.diff(host_pages) != 1) | (np.diff(device_pages) != 1)) + 1
-        firsts = np.concatenate(([0], breaks))
-        lengths = np.diff(np.concatenate((firsts, [pages])))
+        follows = (host_pages[1:] - host_pages[:-1] == 1) & (device_pages[1:] - device_pages[:-1] == 1)
+        bounds = np.flatnonzero(np.concatenate((_BREAK, ~follows, _BREAK)))
+        firsts = bounds[:-1]
         return cls(
             page_size=page_size,
             host_starts=host_pages[firsts],
             device_starts=device_pages[firsts],
-            lengths=lengths,
+            lengths=bounds[1:] - firsts,
         )
 
     @classmethod
@@ -184,7 +186,6 @@ class LoadPlan:
 
 def _expand(starts: PageArray, lengths: PageArray) -> PageArray:
     """``[start, start + 1, ...]`` for each run, in one array of shape ``[sum(lengths)]``."""
-    total = int(lengths.sum())
-    ends = np.cumsum(lengths)
-    within = np.arange(total, dtype=np.int64) - np.repeat(ends - lengths, lengths)
-    return np.repeat(starts, lengths) + within
+    expanded = np.repeat(starts - np.cumsum(lengths) + lengths, lengths)
+    expanded += np.arange(len(expanded), dtype=np.int64)
+    return expanded

@@ -18,6 +18,9 @@ How one node lives, and who answers:
 host pages and `LoadPlan.copies`, must be equal on all ranks of the group for equal arguments. The cache
 turns these answers into admissions and evictions without asking the other ranks.
 
+**Errors.** Every method is a pure function of its arguments: one that raises has changed nothing, neither here nor in
+its arguments, and the same call raises again.
+
 **Lanes.** A *lane* is the free list of one owner. A strategy with one copy of everything on each rank has
 one lane. Arrays are numpy, in host memory, one number a page; see `pages`.
 """
@@ -57,8 +60,9 @@ class NodeMetadata(Protocol):
 
     @property
     def legacy_host_value(self) -> torch.Tensor | None:
-        """What SGLang's ``TreeNode.host_value`` means: CPU int64 host indices of *every* token, or None.
+        """What SGLang's ``TreeNode.host_value`` means: host indices of *every* token, or None.
 
+        CPU int64, shape ``[logical_len]``.
         None under every strategy whose host rows are not one a token.
         """
         ...
@@ -120,7 +124,11 @@ class KVLayoutStrategy(Protocol[MetadataT]):
         ...
 
     def extend_lanes(self, base: int, first_page: int, pages: int) -> LaneArray:
-        """Lanes of pages ``first_page .. first_page + pages - 1`` of a chain that starts in lane `base`."""
+        """Lanes of pages ``first_page .. first_page + pages - 1`` of a chain that starts in lane `base`.
+
+        Shape ``[pages]``. `first_page` counts pages from the chain's first one; how a chain is cut into calls makes no
+        difference.
+        """
         ...
 
     def lanes_of(self, slot_pages: PageArray) -> LaneArray:
@@ -184,11 +192,18 @@ class ShardedPoolLayout(Protocol):
 
 
 class StorageAwareLayout(Protocol):
-    """A strategy that can also name its pages for a storage (L3) backend."""
+    """A strategy that can also name its pages for a storage (L3) backend.
+
+    A key says what the bytes of a page are, whoever asks and whenever. Model, pipeline stage and pool (a sidecar
+    shares the pages of its anchor) are the backend's to add.
+    """
 
     def storage_keys(self, page_hashes: Sequence[str], lanes: LaneArray) -> Sequence[str]:
-        """One key a page of this rank, from the content hashes of a node's pages, shape ``[pages]`` both.
+        """One key a page of this rank, in node order: key i names host page i of the node's metadata.
 
-        Keys of different owners, shard sizes or layouts must differ for the same content.
+        `page_hashes` are hexadecimal, each of a page's tokens and its parent's hash; `lanes` are the owners. Both
+        have one entry a page of the node, shape ``[pages]``; `LayoutInvariantError` if not.
+        A key is made from these arguments, the page size and the settings: the same in every process. Keys of
+        different owners, shard sizes or layouts must differ for the same content. It may become a file name.
         """
         ...

@@ -56,7 +56,8 @@ def create_layout(config: LayoutConfig) -> AnyKVLayoutStrategy:
     """Build the strategy that `config.name` selects.
 
     A built-in name cannot be taken over by another distribution. Raises `LayoutConfigError` that lists the
-    known names if there is none of that name, or names both distributions if two offer it.
+    known names if there is none of that name, names both distributions if two offer it, or says why its entry
+    point cannot be loaded.
     """
     factory = BUILT_IN.get(config.name)
     if factory is not None:
@@ -69,7 +70,13 @@ def create_layout(config: LayoutConfig) -> AnyKVLayoutStrategy:
     if len({entry.value for entry in found}) > 1:
         offers = " and ".join(sorted({_offer(entry) for entry in found}))
         raise LayoutConfigError(f"--kv-layout-strategy {config.name!r} is offered twice: {offers}; uninstall one")
-    build: Callable[[LayoutConfig], AnyKVLayoutStrategy] = found[0].load()
+    try:
+        build: Callable[[LayoutConfig], AnyKVLayoutStrategy] = found[0].load()
+    except (ImportError, AttributeError) as error:
+        raise LayoutConfigError(
+            f"--kv-layout-strategy {config.name!r} cannot be loaded from {_offer(found[0])}: "
+            f"{type(error).__name__}: {error}; mend its entry point or uninstall it"
+        ) from error
     return build(config)
 
 

@@ -67,7 +67,7 @@ class SimulatedGroup(Generic[MetadataT]):
     # Where pages lie.
 
     def first_usable_page(self) -> int:
-        """The lowest logical page that may be backed up; those below are reserved."""
+        """The lowest logical page that may be backed up; those below are reserved. `AssertionError` without one."""
         for page in range(_MOST_RESERVED_PAGES):
             try:
                 self.layouts[0].plan_backup(np.array([page], dtype=np.int64))
@@ -77,7 +77,10 @@ class SimulatedGroup(Generic[MetadataT]):
         raise AssertionError(f"plan_backup refuses every logical page below {_MOST_RESERVED_PAGES}")
 
     def ask_home(self, slot_page: int) -> Home:
-        """Lane and row page of a logical page, from what each rank would copy to back it up alone."""
+        """Lane and row page of a logical page, from what each rank would copy to back it up alone.
+
+        `AssertionError` where the ranks contradict each other.
+        """
         copied: dict[int, int] = {}
         for rank, layout in enumerate(self.layouts):
             rows = layout.plan_backup(np.array([slot_page], dtype=np.int64)).device_pages
@@ -95,13 +98,13 @@ class SimulatedGroup(Generic[MetadataT]):
         return self._home(slot_page)
 
     def lanes(self, slot_pages: PageArray) -> list[int]:
-        """Lane of each page, by `home`."""
+        """Lane of each page, by `home`; `slot_pages` has shape ``[pages]``."""
         return [self.home(int(page))[0] for page in slot_pages]
 
     # Free lists.
 
     def allocate_slots(self, lanes: LaneArray) -> PageArray:
-        """Free logical pages in these lanes, in this order."""
+        """Free logical pages in these lanes, in this order, shape ``[pages]``; `AssertionError` if a lane has none."""
         return np.array([self._take_slot(int(lane)) for lane in lanes], dtype=np.int64)
 
     def _take_slot(self, lane: int) -> int:
@@ -111,12 +114,12 @@ class SimulatedGroup(Generic[MetadataT]):
         raise AssertionError(f"no logical page of lane {lane} is left: enlarge row_pages")
 
     def free_slots(self, slot_pages: PageArray) -> None:
-        """Give logical pages back, and overwrite their rows."""
+        """Give logical pages, shape ``[pages]``, back, and overwrite their rows."""
         self._free_slots.extend(int(page) for page in slot_pages)
         self.write(slot_pages)
 
     def allocate_host(self, rank: int, pages: int) -> PageArray:
-        """Free host pages of one rank."""
+        """Free host pages of one rank, shape ``[pages]``. `AssertionError` if it has not as many left."""
         assert len(self._free_host[rank]) >= pages, f"rank {rank} has no {pages} host pages left"
         return np.array([self._free_host[rank].pop(0) for _ in range(pages)], dtype=np.int64)
 
@@ -133,7 +136,7 @@ class SimulatedGroup(Generic[MetadataT]):
         return content
 
     def read(self, slot_pages: PageArray) -> list[Bytes]:
-        """Content of logical pages; one result if each lane has one rank, else one for each copy."""
+        """Content of logical pages, shape ``[pages * page_size, TOKEN_BYTES]``: one result for each copy of a lane."""
         copies = max(len(ranks) for ranks in self._ranks)
         results = [np.zeros((len(slot_pages) * self.page_size, TOKEN_BYTES), dtype=np.uint8) for _ in range(copies)]
         for number, page in enumerate(slot_pages):
@@ -148,7 +151,10 @@ class SimulatedGroup(Generic[MetadataT]):
     # Plans.
 
     def backup(self, slot_pages: PageArray) -> tuple[list[BackupPlan], list[MetadataT]]:
-        """Plan, allocate and copy on every rank; nothing but the allocated host pages may change."""
+        """Plan, allocate and copy on every rank; nothing but the allocated host pages may change.
+
+        `slot_pages` has shape ``[pages]``; plans and metadata come one a rank.
+        """
         plans = [layout.plan_backup(slot_pages) for layout in self.layouts]
         metadata = []
         for rank, (layout, plan) in enumerate(zip(self.layouts, plans, strict=True)):
@@ -160,7 +166,7 @@ class SimulatedGroup(Generic[MetadataT]):
         return plans, metadata
 
     def load(self, parts: Sequence[Sequence[MetadataT]], slot_pages: PageArray) -> None:
-        """Copy `parts`, one sequence a rank, into logical pages; no other row may change."""
+        """Copy `parts`, one sequence a rank, into logical pages, shape ``[pages]``; no other row may change."""
         for rank, layout in enumerate(self.layouts):
             before = self.device[rank].copy()
             plan = layout.plan_load(parts[rank], slot_pages)

@@ -164,10 +164,13 @@ class CacheMachine(RuleBasedStateMachine):
             self.settle()
 
     @precondition(lambda self: self.model.host - self.model.device)
-    @rule(data=st.data())
-    def start_on_the_host(self, data: st.DataObject) -> None:
-        """A request for what has left the device."""
+    @rule(data=st.data(), loads=st.lists(st.integers(0, 2), min_size=4, max_size=4), settles=st.booleans())
+    def start_on_the_host(self, data: st.DataObject, loads: list[int], settles: bool) -> None:
+        """A request for what has left the device; some ranks see the end of its load before the next turn, some not."""
         self.start(data.draw(st.sampled_from(sorted(self.model.host - self.model.device, key=repr))), None)
+        self.copies_end([(0, count) for count in loads])
+        if settles:
+            self.settle()
 
     @precondition(lambda self: any(len(page) < MAX_CHAIN for page in self.model.device))
     @rule(data=st.data(), page=st.integers(0, 1))

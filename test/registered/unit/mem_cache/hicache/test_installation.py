@@ -52,3 +52,11 @@ class TestCheck(CustomTestCase):
             lines = {line.name: line for line in check_installation()}
         self.assertEqual(lines["layout strategies"].found, "RuntimeError: broken")
         self.assertTrue(lines["signatures"].passed)
+
+    def test_a_strategy_that_cannot_be_built_is_named(self) -> None:
+        with mock.patch.object(installation, "known_layouts", return_value=("identity", "gone")):
+            lines = {line.name: line for line in check_installation()}
+        line = lines["layout strategies"]
+        self.assertFalse(line.passed)
+        self.assertRegex(line.found, "^gone: LayoutConfigError: --kv-layout-strategy must be one of .*, got 'gone'$")
+        self.assertEqual(line.mend, "without settings it must build for two ranks and pages of 64 tokens")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import pickle
+import subprocess
+import sys
 import tempfile
 import unittest
 from dataclasses import replace
@@ -21,6 +23,7 @@ from sglang.test.test_utils import CustomTestCase
 
 from sglang.srt.mem_cache.hicache import plugin, refusals, server_args
 from sglang.srt.mem_cache.hicache.choice import LayoutChoice, choice_of, choose
+from sglang.srt.mem_cache.hicache.help_flags import show_flags_in_help
 from sglang.srt.mem_cache.hicache.refusals import RULES, Answer, ModelFacts, Rule, Scope, ServerFacts, applying
 from sglang.srt.mem_cache.layouts import LayoutConfigError
 
@@ -53,14 +56,19 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "a model with sliding-window layers": ({}, {"model": replace(MLA, is_hybrid_swa=True)}),
     "a model with recurrent layers (Mamba, linear attention)": ({}, {"model": replace(MLA, is_recurrent=True)}),
     "a model without latent KV (MHA, GQA)": ({}, {"model": replace(MLA, is_mla=False)}),
-    "a model with sparse attention (DSA)": ({}, {"model": replace(MLA, is_dsa=True)}),
+    "a model with sparse attention (DSA) without an NVIDIA GPU": ({}, {"model": replace(MLA, is_dsa=True)}),
+    "a model with pooled index keys (index_kpool above 1)": ({}, {"model": replace(MLA, index_kpool=4)}),
     "--page-size 1": ({"page_size": 1}, {}),
-    "--enable-dp-attention": ({"enable_dp_attention": True}, {}),
+    "--enable-dp-attention with --dp-size above 1": ({"enable_dp_attention": True, "dp_size": 2}, {}),
     "--pp-size above 1": ({"pp_size": 2}, {}),
     "--enable-two-batch-overlap": ({"enable_two_batch_overlap": True}, {}),
     "--enable-pdmux": ({"enable_pdmux": True}, {}),
     "--enable-dsa-cache-layer-split": ({"enable_dsa_cache_layer_split": True}, {}),
-    "CUDA graphs": ({"disable_cuda_graph": False}, {"on_cpu": False}),
+    "--cuda-graph-backend-decode, --cuda-graph-backend-prefill or --cuda-graph-config that asks for graphs": (
+        {},
+        {"graphs_on": True, "graphs_asked_for": True},
+    ),
+    "CUDA graphs": ({}, {"graphs_on": True}),
     "an attention backend other than torch_native": ({"attention_backend": "triton"}, {}),
     "--attention-context-parallel-size above 1": ({"attn_cp_size": 2}, {}),
 }
@@ -119,6 +127,13 @@ class TestRefusals(FlagsTestCase):
         for sharded in (True, False):
             self.assertEqual(refusals.refuse_what_does_not_fit(make_facts({}, {}), "x", sharded=sharded), [])
 
+    def test_a_dsa_model_on_nvidia_gpus_is_served_and_prefill_context_parallelism_is_only_warned_about(self) -> None:
+        changes = {"model": replace(MLA, is_dsa=True), "on_cpu": False, "on_nvidia": True}
+        self.assertEqual(refusals.refuse_what_does_not_fit(make_facts({}, changes), "x", sharded=True), [])
+        implied = {"attn_cp_size": 2, "enable_dp_attention": True}  # what SGLang makes of --enable-prefill-cp
+        (warning,) = refusals.refuse_what_does_not_fit(make_facts(implied, changes), "x", sharded=True)
+        self.assertIn("--attention-context-parallel-size", warning)
+
     def test_an_unsupported_release_is_refused_by_number(self) -> None:
         with (
             mock.patch.object(server_args, "version", return_value="0.5.19"),
@@ -144,6 +159,25 @@ class TestFlags(FlagsTestCase):
         _sglang.ServerArgs.add_cli_args(parser)
         for flag in ("--kv-layout-strategy", "--kv-layout-config", "--enable-nsa-prefill-cp-shared-kv"):
             self.assertIn(flag, parser.format_help())
+
+    def test_sglang_serve_shows_them_too_though_it_loads_no_plugin_for_help(self) -> None:
+        program = "import sys; sys.argv = ['sglang', 'serve', '--help']; from sglang.cli.main import main; main()"
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=200)
+        for flag in ("--kv-layout-strategy NAME", "--kv-layout-config JSON", "--enable-nsa-prefill-cp-shared-kv"):
+            self.assertEqual(done.stdout.count(f"\n  {flag}"), 1, flag)
+
+    def test_only_a_process_that_prints_the_help_of_serve_is_hooked_up_early(self) -> None:
+        for arguments, hooked in (
+            (["serve", "--help"], True),
+            (["serve", "--model-path", "x", "-h"], True),
+            (["serve", "--model-path", "x"], False),
+            (["version", "--help"], False),
+            (["--help"], False),
+        ):
+            with self.subTest(arguments), mock.patch.object(sys, "meta_path", []), mock.patch.dict(sys.modules):
+                del sys.modules["sglang.srt.server_args"]
+                show_flags_in_help(["sglang", *arguments])
+                self.assertEqual(len(sys.meta_path), int(hooked))
 
     def test_command_line_and_config_file_make_the_same_choice_and_it_survives_pickling(self) -> None:
         with tempfile.TemporaryDirectory() as folder:

@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 import random
-import threading
-from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from _caches import CacheTestCase
+from _shared_ranks import (
+    LATENT,
+    PAGE,
+    ROTARY,
+    ROW_PAGES,
+    Ranks,
+    access_of,
+    as_bits,
+    index_pages,
+    make_pool,
+    slots_of,
+)
 from sglang.test.ci.ci_register import register_cpu_ci
 
-from sglang.srt.mem_cache.hicache.cpu.pools import CpuDSATokenToKVPool, CpuMLATokenToKVPool
-from sglang.srt.mem_cache.hicache.device_pools import bytes_of
-from sglang.srt.mem_cache.hicache.page_reader import SharedPages, WholePages, as_integer_pages
+from sglang.srt.mem_cache.hicache.cpu.pools import CpuDSATokenToKVPool
+from sglang.srt.mem_cache.hicache.device_pools import bytes_of, index_buffers
+from sglang.srt.mem_cache.hicache.page_reader import WholePages, as_integer_pages
 from sglang.srt.mem_cache.hicache.pool_kinds import pool_kind
-from sglang.srt.mem_cache.layouts import CpSharedLayout, PoolKind
+from sglang.srt.mem_cache.layouts import PoolKind
+from sglang.srt.mem_cache.layouts.errors import LayoutInvariantError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,96 +34,6 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.hicache.shared_pools import LayoutMLATokenToKVPool
 
 register_cpu_ci(est_time=20, suite="base-a-test-cpu")
-
-PAGE = 64  # a DSA pool has no other
-ROW_PAGES = 4
-LATENT, ROTARY = 4, 2
-INDEX_WIDTH = 128
-
-
-class Sum:
-    """Adds tensors of `ranks` threads up, as a process group would, and counts how often."""
-
-    def __init__(self, ranks: int) -> None:
-        self.calls = 0
-        self._parts: list[torch.Tensor] = []
-        self._barrier = threading.Barrier(ranks, timeout=20)
-        self._lock = threading.Lock()
-
-    def __call__(self, tensor: torch.Tensor) -> None:
-        with self._lock:
-            self._parts.append(tensor.clone())
-        self._barrier.wait()
-        total = torch.stack(self._parts).sum(0).to(tensor.dtype)
-        if self._barrier.wait() == 0:
-            self._parts.clear()
-            self.calls += 1
-        self._barrier.wait()
-        tensor.copy_(total)
-
-
-class Ranks:
-    """`ranks` pools that share pages, and one that has them all."""
-
-    def __init__(self, kind: PoolKind, ranks: int) -> None:
-        self.reduce = Sum(ranks)
-        self.shared = [make_pool(kind, ROW_PAGES) for _ in range(ranks)]
-        for rank, pool in enumerate(self.shared):
-            layout = CpSharedLayout(page_size=PAGE, cp_size=ranks, cp_rank=rank)
-            pool.access = SharedPages(layout, page_size=PAGE, lane_count=ranks, reduce=self.reduce)
-        self.whole = make_pool(kind, ROW_PAGES * ranks + ranks)
-        self._threads = ThreadPoolExecutor(ranks)
-
-    def everywhere(self, act: Callable[[LayoutMLATokenToKVPool], Any]) -> list[Any]:
-        """Do the same on every rank at once."""
-        return list(self._threads.map(act, self.shared))
-
-    def begin_batch(self, pages: list[int]) -> None:
-        """The next forward pass reads these logical pages."""
-        for pool in self.shared:
-            pool.access.begin_batch(torch.tensor(pages))
-
-    def write(self, layer: int, slots: torch.Tensor) -> None:
-        """Store random bits, NaNs and negative zeros among them, on the ranks and in the whole pool."""
-        bits = torch.randint(-(2**15), 2**15, (len(slots), 1, LATENT + ROTARY), dtype=torch.int16)
-        bits[0, 0, 0], bits[-1, 0, -1] = -(2**15), 0x7FC1  # -0.0 and a NaN of bfloat16
-        rows = bits.view(torch.bfloat16)
-        keys = torch.randint(0, 256, (len(slots), INDEX_WIDTH), dtype=torch.uint8)
-        scales = torch.rand(len(slots), 1)
-
-        def store(pool: LayoutMLATokenToKVPool) -> None:
-            at: Any = SimpleNamespace(layer_id=layer)
-            if layer % 2:
-                pool.set_kv_buffer(at, slots, rows, rows)
-            else:
-                pool.set_mla_kv_buffer(at, slots, rows[..., :LATENT], rows[..., LATENT:])
-            if isinstance(pool, CpuDSATokenToKVPool):
-                pool.set_index_k_scale_buffer(layer, slots, keys, scales)
-
-        for pool in (*self.shared, self.whole):
-            store(pool)
-
-
-def make_pool(kind: PoolKind, pages: int) -> LayoutMLATokenToKVPool:
-    """A CPU pool of two layers for `pages` pages."""
-    shape: dict[str, Any] = {
-        "size": pages * PAGE,
-        "page_size": PAGE,
-        "dtype": torch.bfloat16,
-        "kv_lora_rank": LATENT,
-        "qk_rope_head_dim": ROTARY,
-        "layer_num": 2,
-        "device": "cpu",
-        "enable_memory_saver": False,
-    }
-    if kind is PoolKind.DSA:
-        return CpuDSATokenToKVPool(**shape, index_head_dim=INDEX_WIDTH, kv_cache_dim=LATENT + ROTARY)
-    return CpuMLATokenToKVPool(**shape)
-
-
-def slots_of(pages: list[int]) -> torch.Tensor:
-    """All slots of logical pages."""
-    return (torch.tensor(pages).unsqueeze(1) * PAGE + torch.arange(PAGE)).reshape(-1)
 
 
 class TestSharedPages(CacheTestCase):
@@ -135,17 +55,20 @@ class TestSharedPages(CacheTestCase):
             group.begin_batch(batch)
             for layer in (0, 1):
                 group.write(layer, wanted[-3:])  # a forward pass writes before it reads
-                self._check_reads(group, layer, batch)
+                self._check_kv(group, layer, batch)
+                self._check_index(group, layer, batch)
 
-    def _check_reads(self, group: Ranks, layer: int, batch: list[int]) -> None:
+    def _check_kv(self, group: Ranks, layer: int, batch: list[int]) -> None:
         wanted = slots_of(batch)
         expected = as_bits(group.whole.get_key_buffer(layer)[wanted])
         for found in group.everywhere(lambda pool: pool.get_key_buffer(layer)):
             self.assertTrue(torch.equal(as_bits(found[wanted]), expected))
         for found in group.everywhere(lambda pool: pool.get_value_buffer(layer)):
             self.assertTrue(torch.equal(as_bits(found[wanted]), expected[..., :LATENT]))
+
+    def _check_index(self, group: Ranks, layer: int, batch: list[int]) -> None:
         if isinstance(group.whole, CpuDSATokenToKVPool):
-            index = group.whole.get_index_k_with_scale_buffer(layer)[batch]
+            index = index_pages(group.whole, layer)[batch]
             for found in group.everywhere(lambda pool: index_pages(pool, layer)):
                 self.assertTrue(torch.equal(found[batch], index))
 
@@ -171,13 +94,22 @@ class TestSharedPages(CacheTestCase):
         group.everywhere(lambda pool: pool.get_key_buffer(0))
         self.assertEqual(group.reduce.calls, 2)
 
-    def test_without_a_batch_everything_is_gathered(self) -> None:
+    def test_a_batch_of_all_pages_gathers_everything(self) -> None:
         group = Ranks(PoolKind.MLA, 2)
         wanted = slots_of([2, 3, 6, 9])
+        for pool in group.shared:
+            pool.access.begin_batch(None)
         group.write(1, wanted)
         expected = as_bits(group.whole.get_key_buffer(1)[wanted])
         for found in group.everywhere(lambda pool: pool.get_key_buffer(1)):
             self.assertTrue(torch.equal(as_bits(found[wanted]), expected))
+
+    def test_before_the_first_batch_nothing_is_gathered(self) -> None:
+        group = Ranks(PoolKind.DSA, 2)
+        slots = (ROW_PAGES + 1) * 2 * PAGE
+        self.assertEqual(group.shared[0].get_value_buffer(0).shape, (slots, 1, LATENT))  # one rank alone
+        self.assertEqual(index_pages(group.shared[1], 0).shape[0], slots // PAGE)
+        self.assertEqual(group.reduce.calls, 0)
 
     def test_padding_slots_write_to_the_padding_page_on_every_rank(self) -> None:
         group = Ranks(PoolKind.MLA, 2)
@@ -201,19 +133,55 @@ class TestSharedPages(CacheTestCase):
         whole, half = bytes_of(make_pool(PoolKind.DSA, 8)), bytes_of(make_pool(PoolKind.DSA, 4))
         self.assertEqual(whole - padding, 2 * (half - padding))
 
+    def test_while_a_batch_is_attended_to_the_pools_size_is_that_of_what_readers_get(self) -> None:
+        group = Ranks(PoolKind.DSA, 3)
+        readable = [len(pool.get_key_buffer(0)) for pool in group.shared]
+        for pool, slots in zip((*group.shared, group.whole), (*readable, len(group.whole.kv_buffer[0])), strict=True):
+            rows = pool.size
+            with pool.sized_by_slots():
+                self.assertEqual(pool.size + PAGE, slots)
+            self.assertEqual(pool.size, rows)
 
-def as_bits(tensor: torch.Tensor) -> torch.Tensor:
-    """A bfloat16 tensor as integers: NaNs compare, zeros keep their sign."""
-    return tensor.contiguous().view(torch.int16)
+    def test_whatever_would_take_slots_for_rows_is_refused_before_it_touches_the_pool(self) -> None:
+        pool = Ranks(PoolKind.DSA, 2).shared[0]
+        slots = torch.tensor([PAGE * 2])
+        calls: dict[str, Callable[[], object]] = {
+            "move_kv_cache": lambda: pool.move_kv_cache(slots, slots + 1),
+            "get_cpu_copy": lambda: pool.get_cpu_copy(slots),
+            "load_cpu_copy": lambda: pool.load_cpu_copy({}, slots),
+        }
+        for method, call in calls.items():
+            with self.subTest(method), self.assertRaisesRegex(LayoutInvariantError, f"^{method} .* 1 of 2 pages"):
+                call()
+        whole = make_pool(PoolKind.MLA, 2)
+        whole.kv_buffer[0][PAGE] = 1
+        whole.move_kv_cache(torch.tensor([PAGE + 1]), torch.tensor([PAGE]))
+        self.assertEqual(int(whole.kv_buffer[0][PAGE + 1].sum()), LATENT + ROTARY)
+
+    def test_a_layer_that_is_being_loaded_is_waited_for_before_its_pages_are_sent(self) -> None:
+        group = Ranks(PoolKind.DSA, 2)
+        group.write(1, slots_of([2, 3]))
+        for check in (self._check_index, self._check_kv):
+            group.begin_batch([2, 3])
+            for pool in group.shared:
+                LateLoad(pool, layer=1)
+            check(group, 1, [2, 3])
 
 
-def index_pages(pool: LayoutMLATokenToKVPool, layer: int) -> torch.Tensor:
-    """Index pages of a DSA pool, to be indexed by logical pages."""
-    assert isinstance(pool, CpuDSATokenToKVPool)
-    return pool.get_index_k_with_scale_buffer(layer)
+class LateLoad:
+    """A copy of a layer to the device that arrives when somebody waits for the layer, and no sooner."""
 
+    def __init__(self, pool: LayoutMLATokenToKVPool, *, layer: int) -> None:
+        self._layer = layer
+        self._buffers = [pool.kv_buffer[layer], *index_buffers(pool)[layer : layer + 1]]
+        self._arriving = [buffer.clone() for buffer in self._buffers]
+        for buffer in self._buffers:
+            buffer.fill_(0)
+        waiting: Any = pool
+        waiting.layer_transfer_counter = self
 
-def access_of(pool: LayoutMLATokenToKVPool) -> SharedPages:
-    """The pool's access, which must be the sharing one."""
-    assert isinstance(pool.access, SharedPages)
-    return pool.access
+    def wait_until(self, layer: int) -> None:
+        """What SGLang's counter of loaded layers does."""
+        if layer == self._layer:
+            for buffer, arrived in zip(self._buffers, self._arriving, strict=True):
+                buffer.copy_(arrived)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 from _caches import CacheSpec, CacheTestCase, make_allocator, make_device_pool, make_layout
+from _groups import Group
 from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.allocator.paged import alloc_extend_naive
 from sglang.test.ci.ci_register import register_cpu_ci
@@ -73,8 +74,12 @@ class TestPagesByLane(CacheTestCase):
         self.assertIsNotNone(allocator.alloc_lanes(_lanes([1] * 8)))
 
     def test_a_lane_outside_the_group_is_a_loud_error(self) -> None:
-        with self.assertRaisesRegex(LayoutInvariantError, r"outside \[0, 2\]"):
-            _make_allocator(CacheSpec(ranks=3)).alloc_lanes(_lanes([3]))
+        allocator = _make_allocator(CacheSpec(ranks=3))
+        cache = Group(CacheSpec(ranks=3)).ranks[0].cache
+        for lane in (3, -1):
+            for allocate in (allocator.alloc_lanes, cache.alloc_slots):
+                with self.assertRaisesRegex(LayoutInvariantError, rf"lanes must lie in \[0, 2\], got \[\s*{lane}\]"):
+                    allocate(_lanes([lane]))
 
     def test_a_page_given_twice_in_one_call_raises_and_frees_nothing(self) -> None:
         allocator = _make_allocator(CacheSpec(ranks=3))

@@ -125,6 +125,25 @@ def test_a_name_that_two_distributions_offer_is_refused_naming_both(
         create_layout(_make_config("twice"))
 
 
+@pytest.mark.parametrize(
+    ("value", "error"),
+    [
+        ("no_such_kv_layout:make", "ModuleNotFoundError: No module named 'no_such_kv_layout'"),
+        ("broken_kv_layout:mak", "AttributeError: module 'broken_kv_layout' has no attribute 'mak'"),
+    ],
+)
+def test_an_entry_point_that_leads_nowhere_is_refused_naming_its_distribution(
+    install: Callable[[str, dict[str, str]], None], value: str, error: str
+) -> None:
+    install("broken_kv_layout", {"broken": value})
+    message = (
+        f"--kv-layout-strategy 'broken' cannot be loaded from broken_kv_layout ({value}): {error}; "
+        "mend its entry point or uninstall it"
+    )
+    with pytest.raises(LayoutConfigError, match=f"^{re.escape(message)}$"):
+        create_layout(_make_config("broken"))
+
+
 def test_a_built_in_name_cannot_be_taken_over(install: Callable[[str, dict[str, str]], None]) -> None:
     install("taker_kv_layout", {"identity": "taker_kv_layout:make", "cp_shared": "taker_kv_layout:make"})
     assert type(create_layout(_make_config("identity"))) is IdentityLayout

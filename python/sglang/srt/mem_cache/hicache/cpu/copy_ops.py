@@ -59,7 +59,8 @@ def transfer_kv_all_layer_direct_lf_pf(
 ) -> None:
     """Copy all layers, ``[rows, ...]`` each, into page-first buffers ``[pages, layers, page_size, ...]``.
 
-    `src_ptrs` holds the layers of the first target, then those of the second (K and V of MHA).
+    `src_ptrs` holds the layers of the first target, then those of the second (K and V of MHA). Raises `ValueError`,
+    with nothing copied, if the layers do not share out over the targets.
     """
     layers, rest = divmod(len(src_ptrs), len(dst_ptrs))
     if rest:

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 class CpuMLATokenToKVPool(LayoutMLATokenToKVPool):
     """MLA pool in host memory.
 
-    `index_head_dim` is what SGLang passes to every out-of-tree pool; only None has a meaning here.
+    `index_head_dim` is what SGLang passes to every out-of-tree pool; only None has a meaning here, anything else raises
+    `ValueError`.
     """
 
     def __init__(
@@ -72,8 +73,8 @@ class CpuIndexKeyCache(LayoutIndexKeyCache):
     def store_quantized(
         self, layer_id: int, loc: torch.Tensor, index_k: torch.Tensor, index_k_scale: torch.Tensor
     ) -> None:
-        """Store keys, 1 byte an element, and float32 scales at the slots `loc` that this rank keeps."""
-        rows = self.pool.access.rows(loc)
+        """Store keys, ``[tokens, width]`` of 1 byte, and float32 scales, ``[tokens, 1]``, at the slots kept here."""
+        rows = self.pool.index_rows(loc)
         page_size, width = self.pool.page_size, self.pool.index_head_dim
         pages = self.buffer[layer_id - self.pool.start_layer]
         keys = index_k.view(torch.uint8).reshape(len(rows), width)
@@ -128,7 +129,7 @@ class CpuPagedTokenToKVPoolAllocator(PagedTokenToKVPoolAllocator):
     def alloc_decode(
         self, seq_lens: torch.Tensor, seq_lens_cpu: torch.Tensor, last_loc: torch.Tensor
     ) -> torch.Tensor | None:
-        """One slot for each request; `seq_lens` count the new token."""
+        """One slot for each request, shape ``[requests]``; `seq_lens` count the new token."""
         return self.alloc_extend(seq_lens - 1, seq_lens_cpu - 1, seq_lens, seq_lens_cpu, last_loc, len(seq_lens))
 
 

@@ -29,7 +29,7 @@ class Slot:
         self.table: AddressArray = self._pinned.numpy()
 
     def upload(self, words: int) -> torch.Tensor:
-        """The first `words` of `table` on the device, by a copy on the current stream."""
+        """The first `words` of `table` on the device, int64, shape ``[words]``, by a copy on the current stream."""
         uploaded = self._on_device[:words]
         uploaded.copy_(self._pinned[:words], non_blocking=True)
         return uploaded

@@ -94,8 +94,8 @@ class TestPageCopies(CustomTestCase):
                 )
             batch = work.batch(step)
             if batch is not None:
-                pairs = (batch.device, batch.host) if to_device else (batch.host, batch.device)
-                for target, source, size in zip(*(array.tolist() for array in (*pairs, batch.sizes)), strict=True):
+                sides = (batch.device, batch.host) if to_device else (batch.host, batch.device)
+                for target, source, size in zip(*(array.tolist() for array in (*sides, batch.sizes)), strict=True):
                     ctypes.memmove(target, source, size)
 
 
