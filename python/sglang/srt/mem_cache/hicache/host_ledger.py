@@ -24,7 +24,7 @@ class HostLedger:
         check_range("lane_count", lane_count, 1)
         check_range("capacity_pages", capacity_pages, 0)
         self.capacity_pages = capacity_pages
-        self._free = [capacity_pages] * lane_count  # plain numbers: faster than an array up to some 64 lanes
+        self._free = [capacity_pages] * lane_count
 
     @property
     def free_pages(self) -> tuple[int, ...]:

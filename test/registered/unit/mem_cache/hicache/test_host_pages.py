@@ -44,7 +44,7 @@ class TestHostPages(CacheTestCase):
         pages = rank.controller.host_pages
         taken = pages.take(3)
         assert taken is not None
-        for wrong in ([0, 1, 2, 3], [0, 0], [9]):
+        for wrong in ([0, 1, 2, 3], [0, 0], [9], [-1], [-10, -9], [0, 10]):
             with self.assertRaisesRegex(LayoutInvariantError, "not in use or comes twice"):
                 pages.give(np.array(wrong, dtype=np.int64))
         with self.assertRaisesRegex(LayoutInvariantError, "not in use or comes twice"):

@@ -129,6 +129,14 @@ class TestPageLanes(CustomTestCase):
                 pages.give(np.array(wrong, dtype=np.int64))
         self.assertEqual(pages.room(), [7, 7, 7])
 
+    def test_numbers_that_are_no_pages_are_refused_with_nothing_freed(self) -> None:
+        pages = self._make(rows=2)
+        self._take(pages, 0, 0, 1, 1, 2, 2)
+        for wrong in (-1, 9, -100, 2**62):
+            with self.assertRaisesRegex(LayoutInvariantError, "must lie in \\[0, 8\\]"):
+                pages.give(np.array([3, wrong], dtype=np.int64))
+        self.assertEqual(pages.room(), [0, 0, 0])
+
     def test_all_free_pages_are_those_that_nobody_holds(self) -> None:
         pages = self._make()
         taken = self._take(pages, 1, 1, 0)

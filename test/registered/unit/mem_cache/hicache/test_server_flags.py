@@ -13,7 +13,7 @@ from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 from unittest import mock
 
 from sglang.srt.arg_groups.model_override_base import resolving_view
@@ -215,6 +215,11 @@ class TestFlags(FlagsTestCase):
             ("identity", "[1]", False, "must be a JSON object"),
             ("identity", "{", False, "must be JSON or @FILE"),
             ("identity", "@/nowhere/x.json", False, "cannot read '/nowhere/x.json': No such file"),
+            ("identity", "@/no\0where", False, "cannot read '/no.*where': embedded null byte"),
+            ("identity", f"@{sys.executable}", False, "--kv-layout-config: cannot read '.*': is no UTF-8"),
+            ("identity", "[" * 100_000, False, r"--kv-layout-config must be JSON or @FILE with JSON, got '\[{36}\.\.\.: "),
+            ("", None, False, "--kv-layout-strategy must be one of identity, cp_shared, got ''"),
+            ("", None, True, "implies --kv-layout-strategy cp_shared, got --kv-layout-strategy "),
         ):
             with self.subTest(message), self.assertRaisesRegex(LayoutConfigError, message):
                 choose(strategy, config, enable_cp_shared=cp_shared)
@@ -227,6 +232,11 @@ class TestFlags(FlagsTestCase):
                 choice = choose("identity", config, enable_cp_shared=False)
                 assert choice is not None
                 self.assertEqual(choice.options, {"a": 1})
+
+    def test_settings_from_python_that_are_no_mapping_with_names_for_keys_are_refused(self) -> None:
+        for config in (5, True, 0, [("a", 1)], ["ab"], b"{}", {1: 2}):
+            with self.subTest(config), self.assertRaisesRegex(LayoutConfigError, "--kv-layout-config must be a JSON obj"):
+                choose("identity", cast("Any", config), enable_cp_shared=False)
 
     def test_a_setting_that_the_strategy_does_not_have_is_refused(self) -> None:
         choice = LayoutChoice(strategy="identity", options={"a": 1})

@@ -137,6 +137,9 @@ BAD_ARGUMENTS = {
     "--model-config . --host-gb 1 --host-ratio 2": "--host-gb 1: must not be given together with --host-ratio 2",
     "--model-config . --host-ratio 0": "--host-ratio 0: must be above 0 and at most 1000",
     "--model-config . --host-ratio 0.001": "--host-ratio 0.001: leaves no host page beside",
+    "--model-config thin.json": "thin.json: hidden_size is 63; must be at least num_attention_heads, which is 64",
+    "--model-config . --device-gb 1e6": "--device-gb 1e+06: is 12,",
+    "--model-config . --restore-tokens 1099511627776": "--restore-tokens 1099511627776: must be between 64 and 10737",
     "--model-config . --ranks-per-machine 9": "--ranks-per-machine 9: must be between 1 and 8",
     "--model-config . --restore-tokens 3": "--restore-tokens 3: must be between 64 and",
     "--model-config . --link-gb-per-s 0": "--link-gb-per-s 0: must be above 0",
@@ -159,6 +162,7 @@ def test_bad_input_exits_with_2_and_one_line(
         "rank": DEEPSEEK_V3_2 | {"kv_lora_rank": "512"},
         "mixed": LLAMA_70B | {"layer_types": ["full_attention", "sliding_attention"]},
         "mamba": LLAMA_70B | {"mamba_d_state": 128},
+        "thin": LLAMA_70B | {"hidden_size": 63},
     }
     for name, model in models.items():
         (here / f"{name}.json").write_text(json.dumps(model), encoding="utf-8")

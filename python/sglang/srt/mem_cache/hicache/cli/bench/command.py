@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.hicache.cli.replay.trace import Trace
 
 EXIT_MISSED = 1
+PLAIN_WIDTH = 150  # of the table in a file or a pipe
 
 
 @click.command(context_settings={"show_default": True})
@@ -49,7 +50,8 @@ def _run(config: BenchConfig, trace: Trace, json_path: Path | None) -> int:
 
     with show_progress(Console(stderr=True, force_terminal=sys.stderr.isatty()), unit="steps") as on_step:
         figures = run_benches(config, trace, on_step)
-    print_figures(Console(force_terminal=sys.stdout.isatty()), figures)
+    terminal = sys.stdout.isatty()
+    print_figures(Console(force_terminal=terminal, width=None if terminal else PLAIN_WIDTH), figures)
     if json_path is not None:
         try:
             text = json.dumps(to_json(config, trace.name, figures), indent=2, allow_nan=False)
