@@ -7,6 +7,7 @@ server without one of our flags has no such attribute, and nothing of this packa
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -16,8 +17,6 @@ from sglang.srt.mem_cache.layouts.errors import LayoutConfigError
 from sglang.srt.mem_cache.layouts.registry import create_layout, known_layouts
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from sglang.srt.server_args import ServerArgs
 
     from sglang.srt.mem_cache.layouts.registry import AnyKVLayoutStrategy
@@ -72,10 +71,10 @@ def choose(
         if config:
             raise LayoutConfigError(f"{CONFIG_FLAG} needs {STRATEGY_FLAG}; accepted: {', '.join(known_layouts())}")
         return None
-    name = strategy or CP_SHARED_LAYOUT
+    name = CP_SHARED_LAYOUT if strategy is None else strategy
     if name not in known_layouts():
         raise LayoutConfigError(f"{STRATEGY_FLAG} must be one of {', '.join(known_layouts())}, got {name!r}")
-    flag = STRATEGY_FLAG if strategy else CP_SHARED_FLAG
+    flag = CP_SHARED_FLAG if strategy is None else STRATEGY_FLAG
     return LayoutChoice(strategy=name, options=_options(config), flag=flag)
 
 
@@ -91,21 +90,31 @@ def attach_choice(server_args: ServerArgs, choice: LayoutChoice) -> None:
 
 
 def _options(config: str | Mapping[str, object] | None) -> Mapping[str, object]:
-    if config is None or not isinstance(config, str):
-        return dict(config or {})
-    text = config
-    if config.startswith("@"):
+    if config is None:
+        return {}
+    options: object = config
+    if isinstance(config, str):
+        text = _read(config[1:]) if config.startswith("@") else config
         try:
-            text = Path(config[1:]).read_text(encoding="utf-8")
-        except OSError as error:
-            reason = error.strerror or error
+            options = json.loads(text)
+        except (ValueError, RecursionError) as error:
             raise LayoutConfigError(
-                f"{CONFIG_FLAG}: cannot read {config[1:]!r}: {reason}; give JSON or @FILE"
+                f"{CONFIG_FLAG} must be JSON or @FILE with JSON, got {_shown(config)}: {error}"
             ) from error
+    if not isinstance(options, Mapping) or not all(isinstance(name, str) for name in options):
+        raise LayoutConfigError(f"{CONFIG_FLAG} must be a JSON object, got {_shown(config)}")
+    return dict(options)
+
+
+def _read(file: str) -> str:
     try:
-        options = json.loads(text)
-    except ValueError as error:
-        raise LayoutConfigError(f"{CONFIG_FLAG} must be JSON or @FILE with JSON, got {config!r}: {error}") from error
-    if not isinstance(options, dict):
-        raise LayoutConfigError(f"{CONFIG_FLAG} must be a JSON object, got {config!r}")
-    return options
+        return Path(file).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:  # ValueError: a zero byte in the name, or bytes that are no UTF-8
+        reason = "is no UTF-8" if isinstance(error, UnicodeError) else getattr(error, "strerror", None) or error
+        raise LayoutConfigError(f"{CONFIG_FLAG}: cannot read {file!r}: {reason}; give JSON or @FILE") from error
+
+
+def _shown(config: object) -> str:
+    """A bad value in at most 40 characters of one line."""
+    text = repr(config)
+    return f"{text[:37]}..." if len(text) > 40 else text

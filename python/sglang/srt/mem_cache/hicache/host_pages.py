@@ -61,7 +61,11 @@ class HostPages:
         if not len(pages):
             return
         runs = runs_of_pages(np.sort(pages))
-        if runs is None or any(np.count_nonzero(self._used[start : start + n]) != n for start, n in runs):
+        if (
+            runs is None
+            or runs[0][0] < 0
+            or any(np.count_nonzero(self._used[start : start + n]) != n for start, n in runs)
+        ):
             raise LayoutInvariantError(f"host pages {pages} are freed, but one is not in use or comes twice")
         for start, length in runs:
             self._used[start : start + length] = False

@@ -70,7 +70,7 @@ class PageRuns:
 
         `LayoutInvariantError`, with nothing taken, if there are not as many.
         """
-        if pages > self.free:
+        if not 0 <= pages <= self.free:
             raise LayoutInvariantError(f"{pages} pages were asked for, {self.free} are free")
         self.free -= pages
         runs = []
@@ -177,6 +177,8 @@ class PageLanes:
 
     def give(self, pages: PageArray) -> None:
         """Take pages back. `LayoutInvariantError`, with nothing changed, if one is not in use or comes twice."""
+        if len(pages) and int(pages.view(np.uint64).max()) >= len(self._place_of):  # negative ones are large so
+            raise LayoutInvariantError(f"slot pages must lie in [0, {len(self._place_of) - 1}], got {pages}")
         places = np.sort(self._place_of[pages])
         runs = runs_of_pages(places)
         if runs is None:

@@ -125,7 +125,7 @@ RULES: Final[tuple[Rule, ...]] = (
     Rule(
         setting="--hicache-io-backend kernel without a GPU",
         applies=lambda facts: facts.on_cpu and facts.args.hicache_io_backend == "kernel",
-        why="the copy kernels need CUDA",
+        why="the copy kernels need CUDA, and kernel is SGLang's default",
         remedy="use --hicache-io-backend direct",
     ),
     Rule(

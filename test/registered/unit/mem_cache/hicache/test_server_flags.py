@@ -217,7 +217,7 @@ class TestFlags(FlagsTestCase):
             ("identity", "@/nowhere/x.json", False, "cannot read '/nowhere/x.json': No such file"),
             ("identity", "@/no\0where", False, "cannot read '/no.*where': embedded null byte"),
             ("identity", f"@{sys.executable}", False, "--kv-layout-config: cannot read '.*': is no UTF-8"),
-            ("identity", "[" * 100_000, False, r"--kv-layout-config must be JSON or @FILE with JSON, got '\[{36}\.\.\.: "),
+            ("identity", "[" * 100_000, False, r"must be JSON or @FILE with JSON, got '\[{36}\.\.\.: "),
             ("", None, False, "--kv-layout-strategy must be one of identity, cp_shared, got ''"),
             ("", None, True, "implies --kv-layout-strategy cp_shared, got --kv-layout-strategy "),
         ):
@@ -235,7 +235,7 @@ class TestFlags(FlagsTestCase):
 
     def test_settings_from_python_that_are_no_mapping_with_names_for_keys_are_refused(self) -> None:
         for config in (5, True, 0, [("a", 1)], ["ab"], b"{}", {1: 2}):
-            with self.subTest(config), self.assertRaisesRegex(LayoutConfigError, "--kv-layout-config must be a JSON obj"):
+            with self.subTest(config), self.assertRaisesRegex(LayoutConfigError, "must be a JSON object"):
                 choose("identity", cast("Any", config), enable_cp_shared=False)
 
     def test_a_setting_that_the_strategy_does_not_have_is_refused(self) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import sys
 from importlib.metadata import PackageNotFoundError, version
+from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, get_args
 
@@ -49,6 +50,8 @@ EXIT_INTERRUPTED: Final = 130
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status; `argv` is `sys.argv[1:]` where it is None."""
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # pictures and names may hold what the terminal does not know
     try:
         status = cli.main(args=None if argv is None else list(argv), prog_name="kvlayouts", standalone_mode=False)
     except click.ClickException as error:
@@ -57,6 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(str(error), EXIT_BAD_INPUT)
     except (ReplayError, RankError) as error:
         return _fail(str(error), EXIT_FAILED)
+    except OSError as error:
+        return _fail(": ".join(filter(None, (error.filename, error.strerror or str(error)))), EXIT_FAILED)
     except click.Abort:
         return _fail("interrupted", EXIT_INTERRUPTED)
     return status if isinstance(status, int) else EXIT_OK

@@ -42,6 +42,10 @@ class HostCpuPlatform(CpuDeviceMixin, SRTPlatform):
     device_name = "cpu"
     device_type = "cpu"
 
+    def get_device(self, local_rank: int | None = None) -> str:
+        """The one device, by name, as SGLang needs it to fill in a missing ``--device``."""
+        return self.device_name
+
     def is_pin_memory_available(self, device: object = None) -> bool:
         """There is nothing to pin memory for."""
         return False

@@ -64,3 +64,12 @@ def test_the_picture_of_a_node_is_the_one_that_the_page_asks_for(tmp_path: Path)
     assert main(shlex.split(command)) == 0
     drawn = (tmp_path / "node.svg").read_text(encoding="utf-8")
     assert drawn == (DOCS / "images" / "explain.svg").read_text(encoding="utf-8")
+
+
+def test_a_small_node_fits_a_terminal_of_80_columns(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["explain", "--split", "512"]) == 0
+    printed = capsys.readouterr().out
+    assert re.findall(r"^ +(\d) .*\d B$", printed, re.MULTILINE) == ["0", "1", "2", "3"], printed

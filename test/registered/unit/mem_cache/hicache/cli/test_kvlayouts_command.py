@@ -10,7 +10,9 @@ import os
 import shlex
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import replace
+from io import BytesIO, TextIOWrapper
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -123,6 +125,23 @@ def test_bad_input_exits_with_2_and_one_line_before_anything_runs(
     assert complaint in captured.err
     assert driver.config is None
     assert os.listdir() == [trace_file.name]
+
+
+@pytest.mark.parametrize(("output", "package"), [("--plot out.png", "matplotlib"), ("--report out.html", "jinja2")])
+def test_an_output_whose_package_is_missing_is_refused_before_anything_runs(
+    output: str,
+    package: str,
+    trace_file: Path,
+    driver: _Driver,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(trace_file.parent)
+    monkeypatch.setitem(sys.modules, package, None)
+    assert command.main(["replay", trace_file.name, *output.split()]) == 2
+    refusal = f"{output}: needs the package {package}, which is not installed: pip install {package}"
+    assert capsys.readouterr().err == f"kvlayouts: error: {refusal}\n"
+    assert driver.config is None
 
 
 def test_a_bad_trace_line_exits_with_2_and_names_the_line(
@@ -285,6 +304,28 @@ def test_a_target_that_cannot_be_written_after_all_exits_with_1_after_the_table(
     assert "ranks agree" in captured.out
     assert captured.err.splitlines()[-1].startswith("kvlayouts: error: ")
     assert "No space left" in captured.err
+
+
+def test_standard_output_that_is_full_ends_the_run_with_1_and_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not Path("/dev/full").exists():
+        pytest.skip("needs /dev/full")
+    full = open("/dev/full", "w", encoding="utf-8")  # noqa: SIM115  # closing it fails
+    monkeypatch.setattr(sys, "stdout", full)
+    status = command.main(["explain", "--tokens", "64"])
+    with suppress(OSError):
+        full.close()
+    assert status == 1
+    assert capsys.readouterr().err == "kvlayouts: error: No space left on device\n"
+
+
+def test_a_terminal_that_cannot_show_a_character_shows_another_in_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    ascii_bytes = BytesIO()
+    monkeypatch.setattr(sys, "stdout", TextIOWrapper(ascii_bytes, encoding="ascii"))
+    assert command.main(["explain", "--tokens", "64"]) == 0
+    sys.stdout.flush()
+    assert b"cp_shared: 4 ranks" in ascii_bytes.getvalue()
 
 
 def test_progress_without_a_terminal_is_four_plain_lines_a_layout(

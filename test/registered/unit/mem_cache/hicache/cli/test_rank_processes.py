@@ -94,6 +94,38 @@ def test_a_stopped_rank_that_nobody_waits_for_is_noticed_by_its_silence(monkeypa
     assert not _is_there(stopped[0])
 
 
+@pytest.mark.parametrize("ignored", [False, True], ids=["heard", "nohup"])
+def test_a_terminal_that_closes_ends_the_ranks_as_an_interrupt_does_unless_that_is_ignored(ignored: bool) -> None:
+    found: list[object] = []
+
+    def close_terminal(label: str, done: int) -> None:
+        found.append(signal.getsignal(signal.SIGHUP))
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run_job(Waits(), ranks=2, on_progress=close_terminal)
+        assert found == [signal.SIG_IGN if ignored else signal.default_int_handler]
+        assert signal.getsignal(signal.SIGHUP) is (signal.SIG_IGN if ignored else signal.SIG_DFL)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert rank_processes() == []
+
+
+@pytest.mark.parametrize("error", [BrokenPipeError, ConnectionResetError, EOFError])
+def test_a_rank_that_cannot_be_started_is_named(error: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server that forks them may be killed at any moment, by the kernel for want of memory for one."""
+
+    def start(_process: ForkServerProcess) -> None:
+        raise error
+
+    monkeypatch.setattr(ForkServerProcess, "start", start)
+    with pytest.raises(RankError, match=r"^rank 0 of 2 could not be started: the server that forks ranks has ended$"):
+        run_job(Waits(), ranks=2, on_progress=lambda *_: None)
+    assert rank_processes() == []
+
+
 def test_a_rank_whose_process_just_ends_is_named_with_its_exit_code() -> None:
     with pytest.raises(RankError, match=r"^rank 1 of 2 failed: its process ended without a word \(exit code 7\)$"):
         run_job(Vanishes(), ranks=2, on_progress=lambda *_: None)

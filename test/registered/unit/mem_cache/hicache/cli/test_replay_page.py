@@ -149,6 +149,14 @@ def test_a_run_without_hits_bytes_or_evictions_can_be_shown(
     assert "nan" not in page.text
 
 
+def test_a_name_that_is_no_unicode_has_a_mark_in_its_place(
+    tmp_path: Path, both: dict[str, LayoutResult], config: ReplayConfig, trace: Trace
+) -> None:
+    target = tmp_path / "out.html"
+    write_page(target, config, replace(trace, name="\udcff.jsonl", path=Path("\udcff.jsonl")), both)
+    assert "<title>KV cache replay of ?.jsonl</title>" in target.read_text(encoding="utf-8")
+
+
 def test_the_page_replaces_what_was_there(
     tmp_path: Path, both: dict[str, LayoutResult], config: ReplayConfig, trace: Trace
 ) -> None:

@@ -5,10 +5,13 @@ from unittest.mock import patch
 
 import torch
 from sglang.srt.mem_cache.pool_host import base, common, dsa, mha, mla
+from sglang.srt.platforms import current_platform
+from sglang.srt.utils import get_device
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.test_utils import CustomTestCase
 
 from sglang.srt.mem_cache.hicache.cpu import copy_ops, support
+from sglang.srt.mem_cache.hicache.cpu.platform import HostCpuPlatform
 
 register_cpu_ci(est_time=20, suite="base-a-test-cpu")
 
@@ -60,6 +63,10 @@ class TestCpuSupport(CustomTestCase):
         assert mha.transfer_kv_direct is theirs  # type: ignore[attr-defined]  # as above
         assert common.ALLOC_MEMORY_FUNCS["cpu"] is kept
         assert base.HICACHE_HOST_MEMORY_RESERVE_BYTES == 1 << 20
+
+    def test_a_launch_without_a_device_flag_gets_the_cpu_by_name(self) -> None:
+        self.assertIsInstance(current_platform, HostCpuPlatform)
+        self.assertEqual(get_device(), "cpu")
 
     def test_with_any_accelerator_nothing_is_touched(self) -> None:
         before = _state()

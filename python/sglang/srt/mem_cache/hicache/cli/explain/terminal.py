@@ -116,8 +116,8 @@ def _style(story: NodeStory, page: int) -> str:
 
 
 def rank_table(story: NodeStory) -> Table:
-    """What each rank copies and keeps."""
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    """What each rank copies and keeps; small nodes, with their halves, fit 80 columns."""
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
     for header in ("rank", "lane", "pages"):
         table.add_column(header, justify="right")
     table.add_column("backup, copy runs", no_wrap=True)
@@ -144,7 +144,7 @@ def _rank_cells(rank: RankStory) -> list[str | Text]:
 
 
 def _and_halves(whole: int, halves: tuple[int, int] | None) -> str:
-    return f"{whole:,}" if halves is None else f"{whole:,} = {halves[0]:,} + {halves[1]:,}"
+    return f"{whole:,}" if halves is None else f"{whole:,} = {halves[0]:,}+{halves[1]:,}"
 
 
 def _runs(runs: Sequence[CopyRun], show: Callable[[CopyRun], str]) -> str:

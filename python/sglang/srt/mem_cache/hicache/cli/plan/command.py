@@ -142,6 +142,10 @@ def plan(
     if device_gb is not None:
         pages = settings.pages_of_gb("--device-gb", device_gb, geometry.bytes_per_token, page_size)
         device_tokens = pages * page_size
+        if device_tokens > options.MAX_DEVICE_TOKENS:
+            raise ReplayInputError(
+                f"--device-gb {device_gb:g}: is {device_tokens:,} tokens; must be at most {options.MAX_DEVICE_TOKENS:,}"
+            )
     elif device_tokens is None:
         device_tokens = default_device_tokens(requests_trace, page_size)
     longest = requests_trace.longest_prompt_tokens

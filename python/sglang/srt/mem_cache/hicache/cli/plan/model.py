@@ -92,7 +92,7 @@ def read_model(path: Path, *, dtype: KVCacheDtype, attention_tp_size: int) -> Mo
         )
     heads = fields.number("num_attention_heads")
     kv_heads = fields.number("num_key_value_heads") if fields.has("num_key_value_heads") else heads
-    head_dim = fields.number("head_dim") if fields.has("head_dim") else fields.number("hidden_size") // heads
+    head_dim = fields.number("head_dim") if fields.has("head_dim") else fields.head_dim(heads)
     v_head_dim = fields.number("v_head_dim") if fields.has("v_head_dim") else head_dim
     rank_heads = max(1, kv_heads // attention_tp_size)
     return ModelGeometry(
@@ -141,6 +141,16 @@ class _Fields:
                 f"--model-config {self._file}: {key} is {shown}; must be an integer between 1 and {MAX_FIELD}"
             )
         return value
+
+    def head_dim(self, heads: int) -> int:
+        """Width of a head where the file does not say it."""
+        hidden = self.number("hidden_size")
+        if hidden < heads:
+            raise ReplayInputError(
+                f"--model-config {self._file}: hidden_size is {hidden}; must be at least num_attention_heads, "
+                f"which is {heads}"
+            )
+        return hidden // heads
 
     def refuse_mixed_layers(self) -> None:
         """Refuse a model with layers that keep something else than a row a token."""

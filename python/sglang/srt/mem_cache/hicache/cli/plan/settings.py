@@ -26,6 +26,7 @@ RESERVED_HOST_BYTES: Final = 10 * 2**30
 """Memory of a machine that SGLang's host pools leave free: `HICACHE_HOST_MEMORY_RESERVE_BYTES`."""
 
 MAX_GB: Final = 1e6
+MAX_RESTORED_PAGES: Final = 2**24
 POOL_CLASSES: Final[Mapping[PoolKind, str]] = {
     PoolKind.MLA: "MLATokenToKVPool",
     PoolKind.DSA: "DSATokenToKVPool",
@@ -66,7 +67,7 @@ class PlanConfig:
                 f"--device-tokens {self.device_tokens}: must be a positive multiple of --page-size {self.page_size}"
             )
         check_range("--device-tokens", self.device_tokens, 1, MAX_DEVICE_TOKENS)
-        check_range("--restore-tokens", self.restore_tokens, self.page_size, 2**40)
+        check_range("--restore-tokens", self.restore_tokens, self.page_size, self.page_size * MAX_RESTORED_PAGES)
 
     @property
     def device_pages(self) -> int:

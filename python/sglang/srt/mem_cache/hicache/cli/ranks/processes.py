@@ -74,15 +74,22 @@ def run_job(
 
 @contextmanager
 def _termination_as_interrupt() -> Iterator[None]:
-    """SIGTERM ends the ranks and removes their folder as Ctrl-C does. Off the main thread it stays as it is."""
+    """SIGTERM and a closed terminal end the ranks and remove their folder as Ctrl-C does, unless they are ignored.
+
+    Off the main thread they stay as they are.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
+        for number, handler in handlers.items():
+            if handler is not signal.SIG_IGN:  # as under nohup
+                signal.signal(number, signal.default_int_handler)
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 class _Rank:
@@ -126,7 +133,11 @@ def _ranks(job: Job, count: int, folder: Path, peer_seconds: float) -> Iterator[
             process = context.Process(
                 target=start_rank, args=(order, theirs, their_line), name=f"kvlayouts-rank-{number}", daemon=True
             )
-            process.start()
+            try:
+                process.start()
+            except (OSError, EOFError) as error:
+                reason = "the server that forks ranks has ended"
+                raise RankError(f"rank {number} of {count} could not be started: {reason}") from error
             theirs.close()
             ranks.append(_Rank(number, process, ours))
         yield ranks
@@ -167,7 +178,8 @@ def _interrupts_ignored() -> Iterator[None]:
         yield
         return
     # Blocking the signals would not do: another thread would take them, and Python raises in this one.
-    handlers = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    handlers = {number: signal.signal(number, signal.SIG_IGN) for number in signals}
     try:
         yield
     finally:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
 if TYPE_CHECKING:
@@ -28,6 +29,8 @@ MAX_HOST_RATIO: Final = 1000.0
 MAX_DEVICE_TOKENS: Final = 2**28
 """More than any GPU holds; each token takes kilobytes on every rank."""
 MAX_SEED: Final = 2**32 - 1
+NEEDED_PACKAGES: Final = {"--plot": "matplotlib", "--report": "jinja2"}
+"""What the extra ``cli`` brings; an installation without it has the rest of the commands."""
 DSA_PAGE_SIZE_TOKENS: Final = 64
 """The only page size that SGLang's DSA pool accepts."""
 
@@ -129,9 +132,18 @@ def check_output_file(flag: str, path: Path | None) -> None:
     """Raise `ReplayInputError` for an output file that could not be written; None is no file."""
     if path is None:
         return
-    if path.is_dir():
+    try:
+        is_directory = path.is_dir()
+    except OSError as error:  # no name for a file
+        raise ReplayInputError(f"{flag} {path}: {error.strerror or error}") from error
+    if is_directory:
         raise ReplayInputError(f"{flag} {path}: is a directory; must be a file")
     if not path.parent.is_dir():
         raise ReplayInputError(f"{flag} {path}: directory {path.parent} does not exist")
     if not os.access(path if path.exists() else path.parent, os.W_OK):
         raise ReplayInputError(f"{flag} {path}: cannot be written: permission denied")
+    needed = NEEDED_PACKAGES.get(flag)
+    if needed is not None and find_spec(needed) is None:
+        raise ReplayInputError(
+            f"{flag} {path}: needs the package {needed}, which is not installed: pip install {needed}"
+        )

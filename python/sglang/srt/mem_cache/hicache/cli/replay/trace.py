@@ -179,7 +179,7 @@ def _parse_request(line: bytes, block_tokens: int) -> TraceRequest:
     expected = -(-input_tokens // TRACE_BLOCK_TOKENS)
     if len(block_ids) != expected:
         raise ReplayInputError(
-            f"hash_ids has {len(block_ids)} ids, but input_length {input_tokens} needs {expected} "
+            f"hash_ids has {len(block_ids)} ids, but input_length {_shown(input_tokens)} needs {_shown(expected)} "
             f"(one per {TRACE_BLOCK_TOKENS} tokens)"
         )
     prompt_tokens = -(-input_tokens * block_tokens // TRACE_BLOCK_TOKENS)

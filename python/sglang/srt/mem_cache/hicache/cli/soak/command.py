@@ -99,7 +99,7 @@ def _run(config: SoakConfig, json_path: Path | None) -> int:
     from sglang.srt.mem_cache.hicache.cli.soak.driver import run_soak
     from sglang.srt.mem_cache.hicache.cli.soak.report import print_soak, soak_json
 
-    with show_progress(Console(stderr=True, force_terminal=sys.stderr.isatty()), unit="thousandths") as on_progress:
+    with show_progress(Console(stderr=True, force_terminal=sys.stderr.isatty()), unit="%") as on_progress:
         result = run_soak(config, on_progress)
     print_soak(Console(force_terminal=sys.stdout.isatty()), config, result)
     if json_path is not None:

@@ -41,13 +41,13 @@ def run_soak(
 ) -> SoakResult:
     """Soak until the events or minutes are over or a rank finds a violation.
 
-    `on_progress` hears the layout, thousandths done, and 1000. Raises `RankError`, naming the rank, if one dies
+    `on_progress` hears the layout, percent done, and 100. Raises `RankError`, naming the rank, if one dies
     or lets its peers wait for `peer_seconds`; no process is left then.
     """
     finished = run_job(
         SoakJob(config=config),
         ranks=config.ranks,
-        on_progress=lambda label, done: on_progress(label, done, 1000),
+        on_progress=lambda label, done: on_progress(label, done, 100),
         peer_seconds=peer_seconds,
     )
     messages = [finished[rank][config.layout] for rank in range(config.ranks)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
+from rich import box
 from rich.table import Table
 
 from sglang.srt.mem_cache.hicache.cli.soak.config import repeat_command
@@ -23,7 +24,7 @@ def print_soak(console: Console, config: SoakConfig, result: SoakResult) -> None
     console.print(
         f"soak of {config.layout}: {config.ranks} ranks, {config.pool} pool, {config.policy}, seed {config.seed}"
     )
-    table = Table()
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
     table.add_column("figure")
     table.add_column("value", justify="right")
     table.add_row("events", f"{result.events:,}")

@@ -100,10 +100,10 @@ class _Soak:
                 self._violations += drain(self._soak)
 
     def progress(self, seconds: float) -> int:
-        """Thousandths of the way."""
+        """Percent of the way."""
         whole = self._config.events or self._config.minutes * 60
         part = self._soak.events if self._config.events is not None else seconds
-        return min(1000, int(1000 * part / whole))
+        return min(100, int(100 * part / whole))
 
     def report(self) -> SoakReport:
         """What this rank found."""

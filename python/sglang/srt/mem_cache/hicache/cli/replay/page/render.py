@@ -23,8 +23,11 @@ if TYPE_CHECKING:
 
 
 def write_page(path: Path, config: ReplayConfig, trace: Trace, results: Mapping[str, LayoutResult]) -> None:
-    """Write the page as UTF-8, replacing what is there. Raises OSError where the file cannot be written."""
-    path.write_text(render_page(config, trace, results), encoding="utf-8")
+    """Write the page as UTF-8, replacing what is there. Raises OSError where the file cannot be written.
+
+    Bytes of a file name that are no text become question marks.
+    """
+    path.write_text(render_page(config, trace, results), encoding="utf-8", errors="replace")
 
 
 def render_page(config: ReplayConfig, trace: Trace, results: Mapping[str, LayoutResult]) -> str:
