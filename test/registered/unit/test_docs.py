@@ -68,7 +68,7 @@ def test_every_file_that_a_page_names_exists(page: Path) -> None:
             continue
         found = any((base / name).exists() for base in (ROOT, PACKAGES, page.parent, EXAMPLE))
         # A name without a folder may stand for a file of any folder.
-        found = found or ("/" not in name and any(any(folder.rglob(name)) for folder in (PACKAGES, ROOT / "test")))
+        found = found or ("/" not in name and any(any(folder.rglob(name)) for folder in (PACKAGES, ROOT / "test", EXAMPLE)))
         assert found, f"{name} does not exist"
 
 

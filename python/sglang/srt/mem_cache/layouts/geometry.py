@@ -103,7 +103,7 @@ class CpSharedKVLayout:
         return slot_pages // self.cp_size
 
     def owners_and_rows(self, slot_pages: PageArray) -> tuple[LaneArray, PageArray]:
-        """`page_owners` and `row_pages` at once, for one division; numpy takes remainders much more slowly."""
+        """`page_owners` and `row_pages` at once, each ``[pages]``, for one division: remainders take numpy longer."""
         rows = slot_pages // self.cp_size
         return (slot_pages - rows * self.cp_size).astype(np.int16), rows
 
