@@ -68,7 +68,8 @@ def test_every_file_that_a_page_names_exists(page: Path) -> None:
             continue
         found = any((base / name).exists() for base in (ROOT, PACKAGES, page.parent, EXAMPLE))
         # A name without a folder may stand for a file of any folder.
-        found = found or ("/" not in name and any(any(folder.rglob(name)) for folder in (PACKAGES, ROOT / "test", EXAMPLE)))
+        folders = (PACKAGES, ROOT / "test", EXAMPLE)
+        found = found or ("/" not in name and any(any(folder.rglob(name)) for folder in folders))
         assert found, f"{name} does not exist"
 
 
