@@ -44,15 +44,11 @@ unit: setup ## pytest (PYTEST_ARGS=...)
 e2e: setup ## real engines and a real server on tiny models (minutes; PYTEST_ARGS=...)
 	$(TEST_ENV) $(PY) -m pytest -m e2e test/registered/e2e $(PYTEST_ARGS)
 
-# Streams, events and pinned memory of CUDA; `make coverage` reports these files apart (docs/faults.md, Coverage).
-NEEDS_GPU := */hicache/cuda/page_copier.py,*/hicache/cuda/staging.py
-
 coverage: setup ## branches that all tests take, also in ranks, engines and servers: at least 95 % (half an hour)
 	rm -f .coverage .coverage.*
 	$(TEST_ENV) $(BIN)/coverage run -m pytest $(PYTEST_ARGS)
 	$(BIN)/coverage combine -q
-	$(BIN)/coverage report --include='$(NEEDS_GPU)'
-	$(BIN)/coverage report --omit='$(NEEDS_GPU)' --fail-under=95
+	$(BIN)/coverage report --fail-under=95
 
 mutants: setup ## break one line at a time and see that a test notices (minutes)
 	$(TEST_ENV) $(PY) scripts/mutants.py
