@@ -51,7 +51,8 @@ def on_startup(command: str, dirty: bool) -> None:
 
     Below python/ it is a namespace, so the installed SGLang, a package of that name, would be read in its place.
     """
-    shutil.rmtree(SOURCES, ignore_errors=True)
+    if SOURCES.exists():
+        shutil.rmtree(SOURCES)
     for package in PACKAGES:
         for path in (BASE / package).rglob("*.py"):
             copy = SOURCES.joinpath(*NAMESPACE.split("."), path.relative_to(BASE))

@@ -30,7 +30,7 @@ from .choice import choice_of
 from .device_pools import bytes_of
 from .host_pools import host_bytes_of
 from .metrics import LayoutMetrics
-from .page_reader import SharedPages, WholePages, group_sum
+from .page_reader import SharedPages, group_sum
 from .radix_cache import HiRadixCache
 from .request_pages import RequestPages
 from .serving_allocator import ServingSlotAllocator
@@ -290,7 +290,7 @@ def begin_forward(
 ) -> Any:  # noqa: ANN401
     """Around `ModelRunner.forward`: the pool learns which pages attention will ask for."""
     pool = runner.token_to_kv_pool
-    if isinstance(pool, LayoutMLATokenToKVPool) and not isinstance(pool.access, WholePages):
+    if isinstance(pool, LayoutMLATokenToKVPool) and pool.access.lane_count > 1:
         pool.access.begin_batch(_pages_of_batch(runner, forward_batch, pool.page_size))
         with pool.sized_by_slots():
             return original(runner, forward_batch, *positional, **named)
@@ -303,10 +303,12 @@ def _pages_of_batch(runner: ModelRunner, batch: ForwardBatch, page_size: int) ->
     Lengths are known on the host, so the shape is too; the pages themselves are looked up on the device.
     """
     lengths = batch.seq_lens_cpu if batch.seq_lens_cpu is not None else batch.seq_lens.cpu()
-    counts = [-(-int(length) // page_size) for length in lengths]
+    counts = -(-np.asarray(lengths, dtype=np.int64) // page_size)
+    within = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
+    places = torch.from_numpy(np.stack([np.repeat(np.arange(len(counts)), counts), within * page_size]))
     table = runner.req_to_token_pool.req_to_token
-    ordinals = torch.from_numpy(np.repeat(np.arange(len(counts)), counts)).to(table.device, non_blocking=True)
-    firsts = np.concatenate([np.arange(count) * page_size for count in counts]) if counts else np.empty(0, np.int64)
-    positions = torch.from_numpy(firsts).to(table.device, non_blocking=True)
+    if table.is_cuda:
+        places = places.pin_memory()  # a copy from pageable memory can wait for the device
+    ordinals, positions = places.to(table.device, non_blocking=True)
     slots: torch.Tensor = table[batch.req_pool_indices.to(torch.int64)[ordinals], positions]
     return slots.to(torch.int64).div(page_size, rounding_mode="floor")
