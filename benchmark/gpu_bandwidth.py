@@ -3,9 +3,10 @@
 Every round measures the ceiling each way, then every version once in each direction; the table shows medians. "of
 ceiling" takes the device's own time, between the events of the transfer's acknowledgement; "wall" the time from the
 call to the end of the copy, submission included; "submit" is what the calling thread spends.
-A load records an event after each layer, as a forward pass needs it; "load, one step" moves all layers at once.
+A load records an event after each layer, as a forward pass needs it.
 
-    python3 benchmark/gpu_bandwidth.py [--rounds 7] [--pools mla_bf16,dsa_fp8,dsa_bf16] [--runs 1,4,16,64] [--sweep]
+    python3 benchmark/gpu_bandwidth.py [--rounds 7] [--pools mla_bf16,dsa_fp8,dsa_bf16] [--runs 1,4,16,64,0]
+        [--pages 512] [--only hybrid] [--sweep]
 """
 
 from __future__ import annotations
@@ -26,11 +27,10 @@ from gpu_common import (
     Link,
     PageContent,
     Results,
-    in_runs,
     make_device_pool,
     poison,
+    run_beside_the_gpu,
     table,
-    timing_event,
 )
 from sglang.srt.managers.cache_controller import LayerLoadingEvent
 from sglang.srt.mem_cache.l2_transfer import L2Transfer, TransferCompletion
@@ -53,12 +53,11 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.memory_pool import KVCache
     from sglang.srt.mem_cache.pool_host import HostKVCache
 
-    from sglang.srt.mem_cache.hicache.cuda.page_copier import LaunchPageKernel
     from sglang.srt.mem_cache.hicache.cuda.page_maps import PageMap
     from sglang.srt.mem_cache.hicache.host_pools import AnyHostPool
 
 LAYERS = 16
-PAGES = 512
+MIXED_RUNS = (1, 2, 4, 8, 16, 32, 64)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -70,47 +69,33 @@ class Version:
     programs: str
     back_up: Callable[[CopyPlan], TransferCompletion]
     load: Callable[[CopyPlan], TransferCompletion]
-    load_in_one_step: Callable[[CopyPlan], TransferCompletion] | None = None
     checked: set[str] = field(default_factory=set)
     failed: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Recipe:
-    """A version of ours: what the copier is made with."""
-
-    tuning: CopyTuning
-    launch: LaunchPageKernel | None = None
-
-
-def our_versions(host_pool: AnyHostPool, device_pool: KVCache, recipes: dict[str, Recipe]) -> list[Version]:
-    """Our copier on this host pool, once for each recipe."""
+def our_versions(host_pool: AnyHostPool, device_pool: KVCache, tunings: dict[str, CopyTuning]) -> list[Version]:
+    """Our copier on this host pool, once for each tuning."""
     owner = HostTransfer(host_pool=host_pool, device_pool=device_pool, io_backend="direct", copier=False)
     maps = page_maps(owner.entries, page_size=PAGE_SIZE)
     if maps is None:
         raise RuntimeError(f"pages of {host_pool.layout} are scattered")
-    return [_our_version(name, recipe, owner, maps, device_pool, host_pool) for name, recipe in recipes.items()]
+    return [_our_version(name, tuning, owner, maps, device_pool, host_pool) for name, tuning in tunings.items()]
 
 
 def _our_version(
-    name: str, recipe: Recipe, owner: HostTransfer, maps: list[PageMap], device_pool: KVCache, host_pool: AnyHostPool
+    name: str,
+    tuning: CopyTuning,
+    owner: HostTransfer,
+    maps: list[PageMap],
+    device_pool: KVCache,
+    host_pool: AnyHostPool,
 ) -> Version:
-    tuning = recipe.tuning
-    copier = CudaPageCopier(maps, device=torch.device("cuda"), tuning=tuning, launch=recipe.launch)
+    copier = CudaPageCopier(maps, device=torch.device("cuda"), tuning=tuning)
     producer = LayerLoadingEvent(device_pool.layer_num)
 
     def load(plan: CopyPlan) -> TransferCompletion:
         producer.start_event.record()
         return copier.load(plan, owner.engine, producer)
-
-    def load_in_one_step(plan: CopyPlan) -> TransferCompletion:
-        stream: Any = owner.engine.host_to_device_stream
-        before, after = timing_event(), timing_event()
-        with torch.cuda.stream(stream):
-            before.record()
-            copier.enqueue(copier.divide(plan), to_device=True, stream=stream)
-            after.record()
-        return TransferCompletion(before, after, True)
 
     shapes = (tuning.to_host.programs, tuning.to_device.programs)
     return Version(
@@ -119,7 +104,6 @@ def _our_version(
         programs="0" if tuning.long_copy_bytes == 0 else f"{shapes[0]}/{shapes[1]}",
         back_up=lambda plan: copier.back_up(plan, owner.engine),
         load=load,
-        load_in_one_step=load_in_one_step,
     )
 
 
@@ -127,30 +111,41 @@ def sglang_version(host_pool: AnyHostPool, device_pool: KVCache, io_backend: str
     """SGLang's engine, given its token indices ready made, on the device where it wants them there."""
     transfer = HostTransfer(host_pool=host_pool, device_pool=device_pool, io_backend=io_backend, copier=False)
     where = "cuda" if io_backend == "kernel" else "cpu"
-    prepared: dict[int, list[L2Transfer]] = {}
+    prepared: dict[tuple[int, bool], list[L2Transfer]] = {}
     producer = LayerLoadingEvent(device_pool.layer_num)
 
-    def transfers(plan: CopyPlan) -> list[L2Transfer]:
-        if id(plan) not in prepared:
-            host = tokens_of_pages(plan.host_pages(), PAGE_SIZE).to(where)
+    def rows_for(pool: HostKVCache, rows: torch.Tensor, to_host: bool) -> torch.Tensor:
+        staged = to_host and pool.layout == "page_first" and pool.can_use_write_back_jit
+        return rows if staged else rows.to(where)
+
+    def transfers(plan: CopyPlan, *, to_host: bool) -> list[L2Transfer]:
+        key = (id(plan), to_host)
+        if key not in prepared:
+            host = tokens_of_pages(plan.host_pages(), PAGE_SIZE)
             device = tokens_of_pages(plan.device_pages(), PAGE_SIZE).to(where)
-            prepared[id(plan)] = [
-                L2Transfer(entry.host_pool, entry.device_pool, host, device, entry.layer_mapper)
+            prepared[key] = [
+                L2Transfer(
+                    entry.host_pool,
+                    entry.device_pool,
+                    rows_for(entry.host_pool, host, to_host),
+                    device,
+                    entry.layer_mapper,
+                )
                 for entry in transfer.entries
             ]
-        return prepared[id(plan)]
+        return prepared[key]
 
     def load(plan: CopyPlan) -> TransferCompletion:
         producer.start_event.record()
         return transfer.engine.submit_host_to_device(
-            transfers(plan),
+            transfers(plan, to_host=False),
             layer_num=device_pool.layer_num,
             start_event=producer.start_event,
             on_layer_done=producer.complete,
         )
 
     def back_up(plan: CopyPlan) -> TransferCompletion:
-        return transfer.engine.submit_device_to_host(transfers(plan))
+        return transfer.engine.submit_device_to_host(transfers(plan, to_host=True))
 
     return Version(
         name=f"SGLang {io_backend}",
@@ -197,10 +192,6 @@ def check(version: Version, plan: CopyPlan, content: PageContent, device_pool: K
     poison(device_pool)
     timed(version.load, plan)
     wrong = content.wrong_pages(rows, keys)
-    if version.load_in_one_step is not None:
-        poison(device_pool)
-        timed(version.load_in_one_step, plan)
-        wrong += content.wrong_pages(rows, keys)
     outside = untouched_pages_changed(content, plan)
     if wrong_on_host or wrong or outside:
         return f"{wrong_on_host} pages wrong after backup, {wrong} after load, {outside} others overwritten"
@@ -259,19 +250,18 @@ KERNEL_SHAPES += [(32, 4, 16), (132, 4, 8)]
 THRESHOLDS_KIB = (64, 128, 256, 1024)
 
 
-def recipes(sweep: bool) -> dict[str, Recipe]:
-    """The versions of ours; with `sweep` other kernel shapes and the trial kernel as well."""
+def tunings(sweep: bool) -> dict[str, CopyTuning]:
+    """The versions of ours; with `sweep` other kernel shapes and thresholds as well."""
     found = {
-        "copy engines": Recipe(tuning=CopyTuning(long_copy_bytes=0)),
-        "kernel": Recipe(tuning=CopyTuning(long_copy_bytes=None)),
-        "hybrid": Recipe(tuning=CopyTuning()),
+        "copy engines": CopyTuning(long_copy_bytes=0),
+        "kernel": CopyTuning(long_copy_bytes=None),
+        "hybrid": CopyTuning(),
     }
     for programs, warps, kib in KERNEL_SHAPES if sweep else []:
         shape = KernelShape(programs=programs, warps=warps, chunk_bytes=kib << 10)
-        tuning = CopyTuning(long_copy_bytes=None, to_device=shape, to_host=shape)
-        found[f"kernel {programs}x{warps}w {kib}K"] = Recipe(tuning=tuning)
+        found[f"kernel {programs}x{warps}w {kib}K"] = CopyTuning(long_copy_bytes=None, to_device=shape, to_host=shape)
     for kib in THRESHOLDS_KIB if sweep else ():
-        found[f"hybrid from {kib}K"] = Recipe(tuning=CopyTuning(long_copy_bytes=kib << 10))
+        found[f"hybrid from {kib}K"] = CopyTuning(long_copy_bytes=kib << 10)
     return found
 
 
@@ -291,26 +281,36 @@ def make_versions(
             pools[mem_layout] = pool
             found.append((sglang_version(pool, device_pool, io_backend), pool))
             if mem_layout != "page_first":
-                chosen = recipes(sweep and mem_layout == "layer_first")
+                chosen = tunings(sweep and mem_layout == "layer_first")
                 found += [(version, pool) for version in our_versions(pool, device_pool, chosen)]
         except Exception:
             print(f"cannot set up {mem_layout} {io_backend}:\n{traceback.format_exc()}")
     return found, pools
 
 
+def make_plan(pages: int, run: int, rng: np.random.Generator) -> CopyPlan:
+    """`pages` pages in runs of `run` neighbours, in random order; 0 means runs of mixed lengths, 1 to 64."""
+    lengths = np.full(pages // run, run) if run else rng.choice(MIXED_RUNS, size=pages)
+    lengths = lengths[: np.searchsorted(lengths.cumsum(), pages) + 1]
+    lengths[-1] -= lengths.sum() - pages
+    starts = []
+    for first in (0, 1):  # host pages count from 0, device pages from 1
+        order = rng.permutation(len(lengths))
+        starts.append(np.empty(len(lengths), dtype=np.int64))
+        starts[-1][order] = first + lengths[order].cumsum() - lengths[order]
+    return CopyPlan(page_size=PAGE_SIZE, host_starts=starts[0], device_starts=starts[1], lengths=lengths)
+
+
 def measure_pool(name: str, runs: list[int], arguments: argparse.Namespace, link: Link, results: Results) -> None:
     """All versions and page orders of one device pool."""
-    device_pool = make_device_pool(name, pages=PAGES + 64, layers=LAYERS)
+    device_pool = make_device_pool(name, pages=arguments.pages + 64, layers=LAYERS)
     content = PageContent(device_pool)
     rng = np.random.default_rng(7)
     versions, pools = make_versions(device_pool, arguments.sweep)
+    versions = [pair for pair in versions if arguments.only in pair[0].name]
     page_bytes = sum(view.shape[1] * 8 for view in content.views)
     for run in runs:
-        plan = CopyPlan.from_pages(
-            page_size=PAGE_SIZE,
-            host_pages=in_runs(np.arange(PAGES, dtype=np.int64), run, rng),
-            device_pages=in_runs(np.arange(1, PAGES + 1, dtype=np.int64), run, rng),
-        )
+        plan = make_plan(arguments.pages, run, rng)
         chosen = [pair for pair in versions if run == 1 or not pair[0].name.startswith("kernel ")]
         for version, pool in chosen:
             key = "random" if run == 1 else "runs"
@@ -349,8 +349,6 @@ def measure_order(
             ceilings["load"].append(link.measure(to_device=True))
         for version in versions:
             operations = {"backup": version.back_up, "load": version.load}
-            if version.load_in_one_step is not None:
-                operations["load, one step"] = version.load_in_one_step
             for what, operation in operations.items():
                 if version.failed:
                     continue
@@ -363,7 +361,6 @@ def measure_order(
                 if turn:
                     samples.setdefault((version.name, version.mem_layout, what), []).append(sample)
     ceiling = {way: statistics.median(values) for way, values in ceilings.items()}
-    ceiling["load, one step"] = ceiling["load"]
     moved = plan.pages * page_bytes
     programs = {(version.name, version.mem_layout): version.programs for version in versions}
     rows: list[list[str]] = []
@@ -398,7 +395,7 @@ def measure_order(
     results.data.setdefault("ceilings", []).append({"pool": name, "run_pages": run, **ceilings})
     results.save()
     title = (
-        f"\n{name}, {moved / 2**20:.0f} MiB, {plan.pages} pages in runs of {run}; "
+        f"\n{name}, {moved / 2**20:.0f} MiB, {plan.pages} pages in runs of {run or 'mixed lengths'}; "
         f"ceiling D2H {ceiling['backup']:.1f}, H2D {ceiling['load']:.1f} GB/s"
     )
     columns = ["version", "host layout", "what", "GB/s", "of ceiling", "wall", "submit ms", "SM blocks"]
@@ -410,12 +407,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--pools", default="mla_bf16,dsa_fp8,dsa_bf16")
-    parser.add_argument("--runs", default="1,4,16,64")
+    parser.add_argument("--runs", default="1,4,16,64,0", help="pages of a run; 0 means runs of mixed lengths, 1 to 64")
+    parser.add_argument("--pages", type=int, default=512)
+    parser.add_argument("--only", default="", help="versions whose name contains this")
     parser.add_argument(
         "--sweep", action="store_true", help="also try other thresholds, and kernel shapes in random page order"
     )
     arguments = parser.parse_args()
     results = Results(f"gpu_bandwidth-{arguments.pools.replace(',', '-')}.json")
+    run_beside_the_gpu()
     link = Link()
     with standalone_runtime(device="cuda", page_size=PAGE_SIZE):
         for name in arguments.pools.split(","):

@@ -42,14 +42,14 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from sglang.srt.mem_cache.hicache.allocator import CPSharedPagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.hicache.cli.replay.content import prefix_sums
-from sglang.srt.mem_cache.hicache.cuda import page_kernel
-from sglang.srt.mem_cache.hicache.cuda.page_kernel import KernelShape
+from sglang.srt.mem_cache.hicache.cuda.page_copier import CopyTuning, page_copier
 from sglang.srt.mem_cache.hicache.digest import tree_digest
 from sglang.srt.mem_cache.hicache.invariants import violations
 from sglang.srt.mem_cache.hicache.radix_cache import HiRadixCache
 from sglang.srt.mem_cache.hicache.radix_tree import PagedInsertParams
 from sglang.srt.mem_cache.hicache.runtime import standalone_runtime
 from sglang.srt.mem_cache.hicache.settings import HiCacheSettings, ShardGroup
+from sglang.srt.mem_cache.hicache.transfer import HostTransfer
 from sglang.srt.mem_cache.layouts import GroupKind, LayoutConfig, create_layout
 from sglang.srt.mem_cache.layouts.pages import pages_of_tokens
 
@@ -133,10 +133,28 @@ class Rank:
             group=ShardGroup(kind=GroupKind.ATTENTION_CP, size=case.ranks, rank=number),
         )
         self.controller = self.cache.cache_controller
+        if (case.io_backend, case.mem_layout) == ("kernel", "layer_first"):
+            self.controller.transfer = self.transfer_with_the_kernel()
         self.engine = self.controller.transfer.engine
         stream_type: Any = torch.cuda.Stream  # torch leaves it untyped
         self.consumer = stream_type()
         self.checked_pages = 0
+
+    def transfer_with_the_kernel(self) -> HostTransfer:
+        """Copies as ever, but the kernel takes short runs however few they are."""
+        pools: dict[str, Any] = {
+            "host_pool": self.controller.mem_pool_host,
+            "device_pool": self.device_pool,
+            "io_backend": "kernel",
+        }
+        copier = page_copier(
+            HostTransfer(**pools, copier=False).entries,
+            page_size=PAGE_SIZE,
+            device="cuda",
+            io_backend="kernel",
+            tuning=CopyTuning(few_copies=0),
+        )
+        return HostTransfer(**pools, copier=copier)
 
     # What requests do.
 
@@ -279,18 +297,6 @@ def hold(stream: Any) -> None:  # noqa: ANN401  # torch leaves its streams untyp
         sleep(HOLD_CYCLES)
 
 
-def warm_up() -> None:
-    """Compile the kernel, so that no case is late for it."""
-    source, target = torch.ones(64, dtype=torch.int64, device="cuda"), torch.zeros(64, dtype=torch.int64, device="cuda")
-    maps = torch.tensor([[source.data_ptr(), 512, target.data_ptr(), 512, 64]], dtype=torch.int64, device="cuda")
-    pairs = torch.zeros(2, dtype=torch.int64, device="cuda")
-    for to_device in (True, False):
-        page_kernel.launch(maps, pairs, pages=1, rows=slice(0, 1), to_device=to_device, shape=KernelShape())
-    torch.cuda.synchronize()
-    if not torch.equal(source, target):
-        raise RuntimeError("the page kernel does not copy")
-
-
 def rehearse(number: int) -> None:
     """A case of its own on every rank: kernels are loaded at their first use, which can wait for a held stream."""
     groups = [dist.new_group([rank]) for rank in range(WORLD)]
@@ -337,7 +343,6 @@ def worker(number: int, rendezvous: str, cases: list[Case], failures: Any) -> No
     dist.init_process_group(
         "gloo", init_method=f"file://{rendezvous}", rank=number, world_size=WORLD, timeout=timedelta(seconds=240)
     )
-    warm_up()
     rehearse(number)
     dist.barrier()
     results = Results("gpu_correctness.json") if number == 0 else None

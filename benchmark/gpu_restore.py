@@ -31,6 +31,7 @@ from gpu_common import (
     Results,
     make_device_pool,
     poison,
+    run_beside_the_gpu,
     scatter,
     synchronisation_forbidden,
     table,
@@ -277,6 +278,7 @@ def main() -> None:
     arguments = parser.parse_args()
     results = Results("gpu_restore.json")
     started = time.perf_counter()
+    run_beside_the_gpu()
     grow_memory(arguments.host_gib)
     memory = psutil.virtual_memory()
     took = time.perf_counter() - started

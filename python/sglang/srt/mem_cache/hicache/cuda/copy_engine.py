@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    import numpy as np
+    from collections.abc import Sequence
 
     from .page_maps import AddressArray
 
@@ -25,6 +25,7 @@ _BATCH_SINCE = 12080
 _BATCH_WITHOUT_FAIL_INDEX_SINCE = 13000
 _SOURCE_ORDER_STREAM = 1
 _KIND_DEFAULT = 4
+_WORD_BYTES = 8
 
 
 class _MemLocation(ctypes.Structure):
@@ -42,6 +43,20 @@ class _CopyAttributes(ctypes.Structure):
     )
 
 
+class CopyTables:
+    """Copies of ``sizes[i]`` bytes from ``sources[i]`` to ``destinations[i]``, in parts that end at `ends`.
+
+    The arrays are int64, contiguous and of one length. Their addresses are looked up once for all parts.
+    """
+
+    def __init__(
+        self, *, sources: AddressArray, destinations: AddressArray, sizes: AddressArray, ends: Sequence[int]
+    ) -> None:
+        self.arrays = (destinations, sources, sizes)
+        self.addresses = [array.ctypes.data for array in self.arrays]
+        self.bounds = [0, *ends]
+
+
 class CopyEngines:
     """Submits batches of copies between pinned host memory and the device.
 
@@ -53,53 +68,40 @@ class CopyEngines:
         version = ctypes.c_int()
         self._check(self._library.cudaRuntimeGetVersion(ctypes.byref(version)))
         self.batched = not one_by_one and version.value >= _BATCH_SINCE
-        self._fail_index = version.value < _BATCH_WITHOUT_FAIL_INDEX_SINCE
         self._attributes = _CopyAttributes(src_access_order=_SOURCE_ORDER_STREAM)
-
-    def copy(
-        self, *, sources: AddressArray, destinations: AddressArray, sizes: AddressArray, stream: torch.cuda.Stream
-    ) -> None:
-        """Copy ``sizes[i]`` bytes from ``sources[i]`` to ``destinations[i]`` on `stream`, in no given order.
-
-        The arrays, int64 and contiguous, are read before the call returns. Raises `RuntimeError` if CUDA refuses;
-        some of the copies may have been submitted then.
-        """
-        if not len(sizes):
-            return
-        if self.batched:
-            self._check(self._batch(sources, destinations, sizes, ctypes.c_void_p(stream.cuda_stream)))
-            return
-        handle = ctypes.c_void_p(stream.cuda_stream)
-        for source, destination, size in zip(sources.tolist(), destinations.tolist(), sizes.tolist(), strict=True):
-            self._check(self._library.cudaMemcpyAsync(destination, source, size, _KIND_DEFAULT, handle))
-
-    def _batch(
-        self, sources: AddressArray, destinations: AddressArray, sizes: AddressArray, stream: ctypes.c_void_p
-    ) -> int:
-        first_of_attributes = ctypes.c_size_t(0)
-        arguments: list[object] = [
-            _pointer(destinations),
-            _pointer(sources),
-            _pointer(sizes),
-            ctypes.c_size_t(len(sizes)),
+        self._first_of_attributes = ctypes.c_size_t(0)
+        self._failed = ctypes.c_size_t(0)
+        last: list[object] = [
             ctypes.byref(self._attributes),
-            ctypes.byref(first_of_attributes),
+            ctypes.byref(self._first_of_attributes),
             ctypes.c_size_t(1),
         ]
-        if self._fail_index:
-            failed = ctypes.c_size_t(0)
-            arguments.append(ctypes.byref(failed))
-        return int(self._library.cudaMemcpyBatchAsync(*arguments, stream))
+        if version.value < _BATCH_WITHOUT_FAIL_INDEX_SINCE:
+            last.append(ctypes.byref(self._failed))
+        self._last_arguments = last
+
+    def submit(self, copies: CopyTables, part: int, *, stream: torch.cuda.Stream) -> None:
+        """Submit one part of `copies` on `stream`, in no given order; the arrays are read before the call returns.
+
+        Raises `RuntimeError` if CUDA refuses; some of the copies may have been submitted then.
+        """
+        first, end = copies.bounds[part], copies.bounds[part + 1]
+        if first == end:
+            return
+        handle = ctypes.c_void_p(stream.cuda_stream)
+        if self.batched:
+            tables = [ctypes.c_void_p(address + _WORD_BYTES * first) for address in copies.addresses]
+            count = ctypes.c_size_t(end - first)
+            self._check(self._library.cudaMemcpyBatchAsync(*tables, count, *self._last_arguments, handle))
+            return
+        for destination, source, size in zip(*(array[first:end].tolist() for array in copies.arrays), strict=True):
+            self._check(self._library.cudaMemcpyAsync(destination, source, size, _KIND_DEFAULT, handle))
 
     def _check(self, code: int) -> None:
         if code:
             self._library.cudaGetErrorString.restype = ctypes.c_char_p
             text = self._library.cudaGetErrorString(ctypes.c_int(code)).decode()
             raise RuntimeError(f"a copy could not be submitted: CUDA error {code}, {text}")
-
-
-def _pointer(array: np.ndarray[tuple[int, ...], np.dtype[np.int64]]) -> ctypes.c_void_p:
-    return ctypes.c_void_p(array.ctypes.data)
 
 
 @cache

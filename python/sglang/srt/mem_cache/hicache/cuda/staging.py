@@ -20,19 +20,17 @@ _SLOT_WORDS = 1 << 15
 
 
 class Slot:
-    """Room for `words` int64 on both sides. `table` is the host side, as an array to write to."""
+    """Room for `words` int64 on both sides: `table`, an array to write to, and `on_device`, flat."""
 
     def __init__(self, words: int, device: torch.device) -> None:
         self._pinned = torch.empty(words, dtype=torch.int64, pin_memory=True)
-        self._on_device = torch.empty(words, dtype=torch.int64, device=device)
+        self.on_device = torch.empty(words, dtype=torch.int64, device=device)
         self._released = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch leaves it so
         self.table: AddressArray = self._pinned.numpy()
 
-    def upload(self, words: int) -> torch.Tensor:
-        """The first `words` of `table` on the device, int64, shape ``[words]``, by a copy on the current stream."""
-        uploaded = self._on_device[:words]
-        uploaded.copy_(self._pinned[:words], non_blocking=True)
-        return uploaded
+    def upload(self, words: int) -> None:
+        """Copy the first `words` of `table` to the device, on the current stream."""
+        self.on_device[:words].copy_(self._pinned[:words], non_blocking=True)
 
     def release(self, stream: torch.cuda.Stream) -> None:
         """Free once `stream` has come this far."""

@@ -7,14 +7,17 @@ kinds of buffer::
     run of n pages  ──  n * bytes of the largest kind's page >= long_copy_bytes  ──▶  one copy a kind and layer
                     └─  else                                                     ──▶  n page pairs for the kernel
 
+A launch has a fixed cost too: where it would save only a few copies, and no small ones, copy engines do everything.
+
 Submissions are on the scheduler's thread, so everything that plans have in common is laid out once (`WorkShape`), and a
 plan costs a few array operations.
 """
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 import numpy as np
 
@@ -25,53 +28,46 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
+    from sglang.srt.mem_cache.layouts.pages import PageArray
+
     from .page_maps import AddressArray, PageMap
 
+SMALL_COPY_BYTES: Final = 64 << 10
+"""Submitting a copy of less can take ten times as long: 5 us on the calling thread instead of 0.5, on an H200."""
 RunMask: TypeAlias = "npt.NDArray[np.bool_]"
 """One truth value a run of a plan, shape ``[runs]``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Batch:
-    """Copies by address and bytes, int64; the arrays are of one shape."""
+class Copies:
+    """Copies by address and bytes: flat int64 arrays of one length by layer; a layer's end at ``ends[layer]``."""
 
     host: AddressArray
     device: AddressArray
     sizes: AddressArray
+    ends: Sequence[int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Work:
     """What is to be done for a plan.
 
-    `copies` are those of the copy engines, arrays ``[layers, copies]``, or None; a copy of a kind that a layer does
-    not have has size 0, and `holes` says that there are such. `short` is the part of the plan that the kernel copies
-    page by page, the same in every layer, or None.
+    `copies` are those of the copy engines, or None. `short` is the part of the plan that the kernel copies page by
+    page, the same in every layer, or None.
     """
 
-    copies: Batch | None
-    holes: bool
-    short: CopyPlan | None
-
-    def batch(self, layers: slice) -> Batch | None:
-        """The copies of `layers`; None if there are none."""
-        if self.copies is None:
-            return None
-        host, device = self.copies.host[layers].reshape(-1), self.copies.device[layers].reshape(-1)
-        sizes = self.copies.sizes[layers].reshape(-1)
-        if self.holes:
-            real = sizes > 0
-            host, device, sizes = host[real], device[real], sizes[real]
-        return Batch(host=host, device=device, sizes=sizes) if len(sizes) else None
+    copies: Copies | None = None
+    short: CopyPlan | None = None
 
 
 class WorkShape:
     """How plans over the pools behind `maps` are divided.
 
-    `long_copy_bytes` 0 leaves everything to the copy engines, None to the kernel.
+    `long_copy_bytes` 0 leaves everything to the copy engines, None to the kernel. The kernel is left out of plans in
+    which it would save no more than `few_copies` copies, none of them small.
     """
 
-    def __init__(self, maps: Sequence[PageMap], *, long_copy_bytes: int | None) -> None:
+    def __init__(self, maps: Sequence[PageMap], *, long_copy_bytes: int | None, few_copies: int) -> None:
         self._merges = all(page_map.merges for page_map in maps)
         self._host_bases = _by_layer([page_map.host_bases for page_map in maps])
         self._device_bases = _by_layer([page_map.device_bases for page_map in maps])
@@ -79,34 +75,51 @@ class WorkShape:
         self._device_strides = _by_kind([page_map.device_stride for page_map in maps])
         page_bytes = _by_kind([page_map.page_bytes for page_map in maps])
         self._page_bytes = np.where(self._host_bases != 0, page_bytes, 0)  # [layers, kinds, 1]
-        self._holes = not self._page_bytes.all()
+        self._buffers = int(np.count_nonzero(self._page_bytes))
+        self._few_copies = few_copies
+        self._smallest_page_bytes = int(page_bytes.min())
         self._long_pages = _long_pages(int(page_bytes.max()), long_copy_bytes, merges=self._merges)
 
     def divide(self, plan: CopyPlan) -> Work:
         """What is to be done for `plan`."""
         lengths = plan.lengths
         if not len(lengths):
-            return Work(copies=None, holes=False, short=None)
-        if self._long_pages is None or int(lengths.max()) < self._long_pages:
-            return Work(copies=None, holes=False, short=plan)
-        if int(lengths.min()) >= self._long_pages:
-            return Work(copies=self._copies(plan), holes=self._holes, short=None)
-        long = lengths >= self._long_pages
-        return Work(copies=self._copies(_part(plan, long)), holes=self._holes, short=_part(plan, ~long))
+            return Work()
+        if self._long_pages is None:
+            return Work(short=plan)
+        short = lengths < self._long_pages
+        if self._few_and_not_small(lengths[short]):
+            return Work(copies=self._copies(plan))
+        if short.all():
+            return Work(short=plan)
+        return Work(copies=self._copies(_part(plan, ~short)), short=_part(plan, short))
 
-    def _copies(self, plan: CopyPlan) -> Batch:
+    def _few_and_not_small(self, lengths: PageArray) -> bool:
+        """Whether copy engines may have these runs although they are short."""
+        if not len(lengths):
+            return True
+        copies, shortest = (len(lengths), lengths.min()) if self._merges else (lengths.sum(), 1)
+        return bool(
+            copies * self._buffers <= self._few_copies and shortest * self._smallest_page_bytes >= SMALL_COPY_BYTES
+        )
+
+    def _copies(self, plan: CopyPlan) -> Copies:
         """A copy for each kind and run, or for each kind and page where neighbours do not join; kinds side by side."""
         if self._merges:
             host, device, lengths = plan.host_starts, plan.device_starts, plan.lengths
         else:
             host, device = plan.host_pages(), plan.device_pages()
             lengths = np.ones_like(host)
-        layers = len(self._host_bases)
-        return Batch(
-            host=(self._host_bases + self._host_strides * host).reshape(layers, -1),
-            device=(self._device_bases + self._device_strides * device).reshape(layers, -1),
-            sizes=(self._page_bytes * lengths).reshape(layers, -1),
-        )
+        host = self._host_bases + self._host_strides * host  # [layers, kinds, copies]
+        device = self._device_bases + self._device_strides * device
+        sizes = self._page_bytes * lengths
+        if self._buffers < self._page_bytes.size:
+            real = sizes > 0
+            ends = real.sum(axis=(1, 2)).cumsum().tolist()
+            return Copies(host=host[real], device=device[real], sizes=sizes[real], ends=ends)
+        layer = host[0].size
+        ends = range(layer, host.size + 1, layer)
+        return Copies(host=host.reshape(-1), device=device.reshape(-1), sizes=sizes.reshape(-1), ends=ends)
 
 
 def write_pairs(plan: CopyPlan, table: AddressArray) -> int:
@@ -120,12 +133,12 @@ def write_pairs(plan: CopyPlan, table: AddressArray) -> int:
 
 
 def _long_pages(page_bytes: int, long_copy_bytes: int | None, *, merges: bool) -> int | None:
-    """The shortest run for the copy engines; None if there is none."""
+    """The shortest run for the copy engines; None if the kernel does everything."""
     if long_copy_bytes is None:
         return None
     if merges:
         return max(1, -(-long_copy_bytes // page_bytes))
-    return 1 if page_bytes >= long_copy_bytes else None
+    return 1 if page_bytes >= long_copy_bytes else sys.maxsize
 
 
 def _by_layer(bases: list[AddressArray]) -> AddressArray:

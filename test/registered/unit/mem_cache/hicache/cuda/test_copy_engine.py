@@ -11,7 +11,7 @@ from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.test_utils import CustomTestCase
 
 from sglang.srt.mem_cache.hicache.cuda import copy_engine
-from sglang.srt.mem_cache.hicache.cuda.copy_engine import CopyEngines
+from sglang.srt.mem_cache.hicache.cuda.copy_engine import CopyEngines, CopyTables
 
 register_cpu_ci(est_time=15, suite="base-a-test-cpu")
 
@@ -61,7 +61,7 @@ class HostRuntime:
 
 class TestCopyEngines(CustomTestCase):
     def copy(self, runtime: HostRuntime, **settings: bool) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-        """Three pieces of a buffer, copied to other places; returns what came out and what should have."""
+        """Three pieces of a buffer, copied elsewhere in parts of 2, 0 and 1: what came out, and what should have."""
         source = np.random.default_rng(1).integers(1, 255, size=96, dtype=np.uint8)
         target, wanted = np.zeros(96, dtype=np.uint8), np.zeros(96, dtype=np.uint8)
         pieces = [(0, 64, 16), (48, 0, 32), (90, 40, 6)]
@@ -70,20 +70,22 @@ class TestCopyEngines(CustomTestCase):
         starts, ends, sizes = np.array(pieces, dtype=np.int64).T.copy()
         with patch.object(copy_engine, "_library", lambda: runtime):
             engines = CopyEngines(**settings)
-        engines.copy(
-            sources=starts + source.ctypes.data, destinations=ends + target.ctypes.data, sizes=sizes, stream=STREAM
+        tables = CopyTables(
+            sources=starts + source.ctypes.data, destinations=ends + target.ctypes.data, sizes=sizes, ends=[2, 2, 3]
         )
+        for part in range(3):
+            engines.submit(tables, part, stream=STREAM)
         return target, wanted
 
-    def test_cuda_13_takes_all_copies_in_one_call(self) -> None:
+    def test_cuda_13_takes_the_copies_of_a_part_in_one_call(self) -> None:
         runtime = HostRuntime(13000)
         np.testing.assert_array_equal(*self.copy(runtime))
-        self.assertEqual(runtime.calls, ["batch"])
+        self.assertEqual(runtime.calls, ["batch"] * 2)
 
     def test_cuda_12_8_is_given_a_place_for_the_index_that_failed(self) -> None:
         runtime = HostRuntime(12080)
         np.testing.assert_array_equal(*self.copy(runtime))
-        self.assertEqual(runtime.calls, ["batch"])
+        self.assertEqual(runtime.calls, ["batch"] * 2)
 
     def test_older_releases_copy_one_by_one(self) -> None:
         for runtime, settings in ((HostRuntime(12040), {}), (HostRuntime(13000), {"one_by_one": True})):

@@ -14,7 +14,7 @@ from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.test_utils import CustomTestCase
 
 from sglang.srt.mem_cache.hicache.cpu.support import install_cpu_support
-from sglang.srt.mem_cache.hicache.cuda.page_copier import _map_table
+from sglang.srt.mem_cache.hicache.cuda.kernel_queue import map_table
 from sglang.srt.mem_cache.hicache.cuda.page_maps import PageMap, page_maps
 from sglang.srt.mem_cache.hicache.cuda.work import WorkShape, write_pairs
 from sglang.srt.mem_cache.hicache.device_pools import build_device_pool, index_buffers, kv_buffers
@@ -77,26 +77,22 @@ class TestPageCopies(CustomTestCase):
         host_pool.destroy()
 
     def move(self, plan: CopyPlan, maps: list[PageMap], long_copy_bytes: int | None, *, to_device: bool) -> None:
-        """A backup is one step for all layers, a load one step for each."""
-        work = WorkShape(maps, long_copy_bytes=long_copy_bytes).divide(plan)
-        table = torch.from_numpy(_map_table(maps))
-        pairs = np.full(64, -1, dtype=np.int64)
-        pages = write_pairs(work.short, pairs) if work.short is not None else 0
-        for step in [slice(at, at + 1) for at in range(LAYERS)] if to_device else [slice(0, LAYERS)]:
-            if pages:
-                self.kernel.launch(
-                    table,
-                    torch.from_numpy(pairs),
-                    pages=pages,
-                    rows=slice(step.start * len(maps), step.stop * len(maps)),
-                    to_device=to_device,
-                    shape=self.kernel.KernelShape(programs=3, warps=4, chunk_bytes=4096),
-                )
-            batch = work.batch(step)
-            if batch is not None:
-                sides = (batch.device, batch.host) if to_device else (batch.host, batch.device)
-                for target, source, size in zip(*(array.tolist() for array in (*sides, batch.sizes)), strict=True):
-                    ctypes.memmove(target, source, size)
+        """What the copy engines and the kernel do, and what the kernel counts."""
+        work = WorkShape(maps, long_copy_bytes=long_copy_bytes, few_copies=0).divide(plan)
+        if work.short is not None:
+            pairs = np.full(64, -1, dtype=np.int64)
+            pages = write_pairs(work.short, pairs)
+            counters = torch.full((LAYERS + 1,), -2, dtype=torch.int32)
+            shape = self.kernel.KernelShape(programs=3, warps=4, chunk_bytes=4096)
+            kernel = self.kernel.PageKernel(
+                torch.from_numpy(map_table(maps)), counters[:LAYERS], to_device=to_device, shape=shape
+            )
+            kernel.launch(torch.from_numpy(pairs), pages=pages)
+            self.assertEqual(counters.tolist(), [1] * LAYERS + [-2])
+        if work.copies is not None:
+            sides = (work.copies.device, work.copies.host) if to_device else (work.copies.host, work.copies.device)
+            for target, source, size in zip(*(array.tolist() for array in (*sides, work.copies.sizes)), strict=True):
+                ctypes.memmove(target, source, size)
 
 
 def make_pools(kind: PoolKind, mem_layout: str, page_size: int) -> tuple[KVCache, AnyHostPool, HostTransfer]:

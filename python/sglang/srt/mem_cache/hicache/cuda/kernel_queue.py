@@ -1,0 +1,112 @@
+"""The page kernel in one direction: its stream, its tables, and its layers, which other streams can wait for.
+
+There is one launch for all layers. The kernel counts layers on the device, and a stream waits for a count, without any
+thread and without the kernel's end::
+
+    the kernel's stream     [ layer 0  |  layer 1  |  layer 2 ...      one launch of n programs
+                                      +n          +n                   each adds 1 when it is through with a layer
+    another stream           wait ▶ event, wait ▶ event, ...           one event a layer
+
+Counts only grow, modulo 2^32, and the driver compares them so (`cuStreamWaitValue32`, ``CU_STREAM_WAIT_VALUE_GEQ``).
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+import torch
+
+from .page_kernel import MAP_COLUMNS, PageKernel
+from .staging import PinnedRing
+from .work import write_pairs
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from sglang.srt.mem_cache.layouts.plans import CopyPlan
+
+    from .page_kernel import KernelShape
+    from .page_maps import AddressArray, PageMap
+    from .staging import Slot
+
+_GREATER_OR_EQUAL: Final = 0
+_COUNTER_BYTES: Final = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pairs:
+    """The page pairs of one launch, on their way to the device in a slot."""
+
+    slot: Slot
+    pages: int
+
+
+class KernelQueue:
+    """Launches the page kernel for the pools behind `maps`, one copy after the other, on `stream`.
+
+    Raises `OSError` if CUDA's driver library cannot be loaded.
+    """
+
+    def __init__(self, maps: Sequence[PageMap], *, device: torch.device, to_device: bool, shape: KernelShape) -> None:
+        self.to_device = to_device
+        self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        self._programs = shape.programs
+        counters = torch.zeros(len(maps[0].host_bases), dtype=torch.int32, device=device)
+        self._kernel = PageKernel(
+            torch.from_numpy(map_table(maps)).to(device), counters, to_device=to_device, shape=shape
+        )
+        self._first_counter = counters.data_ptr()
+        self._counted = 0
+        self._wait_value = _driver().cuStreamWaitValue32_v2
+        self.stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(self.stream):
+            self._ring = PinnedRing(device)
+            self._launch(self._ring.free_slot(1), pages=0)  # compiles, so that no request has to wait for it
+
+    def send(self, plan: CopyPlan) -> Pairs:
+        """Send the page pairs of `plan` to the device. They are to be launched before others are sent."""
+        with torch.cuda.stream(self.stream):  # a new slot's memory must come from what this stream has freed
+            slot = self._ring.free_slot(2 * plan.pages)
+            pages = write_pairs(plan, slot.table)
+            slot.upload(2 * pages)
+        return Pairs(slot=slot, pages=pages)
+
+    def launch(self, pairs: Pairs, *, after: torch.Event) -> None:
+        """Submit the copy of `pairs`, to begin after the event."""
+        self.stream.wait_event(after)
+        self._launch(pairs.slot, pages=pairs.pages)
+
+    def _launch(self, slot: Slot, *, pages: int) -> None:
+        self._kernel.launch(slot.on_device, pages=pages, stream=self.stream)
+        slot.release(self.stream)
+        self._counted = (self._counted + self._programs) % (1 << 32)
+
+    def wait_for_layer(self, layer: int, stream: torch.cuda.Stream) -> None:
+        """Make `stream` wait until the last launch is through with `layer`. Raises `RuntimeError` if CUDA refuses."""
+        address = self._first_counter + _COUNTER_BYTES * layer
+        code = self._wait_value(stream.cuda_stream, address, self._counted, _GREATER_OR_EQUAL)
+        if code:
+            raise RuntimeError(f"a stream cannot wait for layer {layer} of a load: CUDA driver error {code}")
+
+
+def map_table(maps: Sequence[PageMap]) -> AddressArray:
+    """Rows as the kernel reads them: layer by layer, all kinds of each. A layer without a kind has empty pages."""
+    table = np.zeros((len(maps[0].host_bases), len(maps), MAP_COLUMNS), dtype=np.int64)
+    for kind, page_map in enumerate(maps):
+        table[:, kind, 0] = page_map.host_bases
+        table[:, kind, 1] = page_map.host_stride
+        table[:, kind, 2] = page_map.device_bases
+        table[:, kind, 3] = page_map.device_stride
+        table[:, kind, 4] = np.where(page_map.host_bases != 0, page_map.page_bytes // 8, 0)
+    return table.reshape(-1, MAP_COLUMNS)
+
+
+@cache
+def _driver() -> ctypes.CDLL:
+    library = ctypes.CDLL("libcuda.so.1")
+    library.cuStreamWaitValue32_v2.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint]
+    return library
