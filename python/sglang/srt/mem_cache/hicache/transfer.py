@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from sglang.srt.managers.cache_controller import LayerLoadingEvent
     from sglang.srt.mem_cache.l2_transfer import TransferCompletion
     from sglang.srt.mem_cache.memory_pool import KVCache
+    from sglang.srt.mem_cache.pool_host import HostKVCache
 
     from sglang.srt.mem_cache.layouts.plans import CopyPlan
 
@@ -111,14 +112,14 @@ class HostTransfer:
         """Submit device to host. Returns at once; the events tell when the copy runs and ends."""
         if self._copier is not None:
             return self._copier.back_up(copies, self.engine)
-        return self.engine.submit_device_to_host(self._transfers(copies))
+        return self.engine.submit_device_to_host(self._transfers(copies, to_host=True))
 
     def load(self, copies: CopyPlan, producer: LayerLoadingEvent) -> TransferCompletion:
         """Submit host to device, layer by layer; `producer` records an event after each layer."""
         if self._copier is not None:
             return self._copier.load(copies, self.engine, producer)
         return self.engine.submit_host_to_device(
-            self._transfers(copies),
+            self._transfers(copies, to_host=False),
             start_event=producer.start_event,
             on_layer_done=producer.complete,
             layer_num=self._layers,
@@ -136,16 +137,17 @@ class HostTransfer:
             io_backend=io_backend,
         )
 
-    def _transfers(self, copies: CopyPlan) -> list[L2Transfer]:
+    def _transfers(self, copies: CopyPlan, *, to_host: bool) -> list[L2Transfer]:
         if not len(copies.lengths):
             return []
-        host_rows = self._indices(tokens_of_pages(copies.host_pages(), copies.page_size))
+        host_rows = tokens_of_pages(copies.host_pages(), copies.page_size)
+        moved_host_rows = self._indices(host_rows)
         device_rows = self._indices(tokens_of_pages(copies.device_pages(), copies.page_size))
         return [
             L2Transfer(
                 host_pool=entry.host_pool,
                 device_pool=entry.device_pool,
-                host_indices=host_rows,
+                host_indices=host_rows if to_host and _writes_from_the_host(entry.host_pool) else moved_host_rows,
                 device_indices=device_rows,
                 layer_mapper=entry.layer_mapper,
             )
@@ -154,6 +156,11 @@ class HostTransfer:
 
     def _indices(self, rows: torch.Tensor) -> torch.Tensor:
         return rows.to(self._index_device, non_blocking=True)
+
+
+def _writes_from_the_host(pool: HostKVCache) -> bool:
+    """Whether backups end in copies that the host lays out: SGLang's staged write-back, on CUDA."""
+    return pool.layout == "page_first" and pool.can_use_write_back_jit
 
 
 def _entries(host_pool: AnyHostPool, device_pool: KVCache) -> list[PoolEntry]:

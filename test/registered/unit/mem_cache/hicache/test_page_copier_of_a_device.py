@@ -5,25 +5,21 @@ The copier here moves the pages of real pools in host memory, as the one for CUD
 
 from __future__ import annotations
 
+import ctypes
 import unittest
-from typing import TYPE_CHECKING
+from unittest import mock
 
+import numpy as np
 from _caches import GEOMETRIES, CacheSpec, CacheTestCase, Rank, SlowEngine, chain
 from _groups import Group
-from sglang.srt.mem_cache.l2_transfer import TransferCompletion, make_timing_event_pair
+from sglang.srt.managers.cache_controller import LayerLoadingEvent
+from sglang.srt.mem_cache.l2_transfer import L2TransferEngine, TransferCompletion, make_timing_event_pair
 from sglang.test.ci.ci_register import register_cpu_ci
 
 from sglang.srt.mem_cache.hicache.cuda.page_maps import page_maps
 from sglang.srt.mem_cache.hicache.transfer import HostTransfer
 from sglang.srt.mem_cache.layouts import LayoutConfigError
-
-if TYPE_CHECKING:
-    from sglang.srt.managers.cache_controller import LayerLoadingEvent
-    from sglang.srt.mem_cache.l2_transfer import L2TransferEngine
-
-    from sglang.srt.mem_cache.layouts.plans import CopyPlan
-
-import ctypes
+from sglang.srt.mem_cache.layouts.plans import CopyPlan
 
 register_cpu_ci(est_time=15, suite="base-a-test-cpu")
 
@@ -102,6 +98,28 @@ class TestPageCopierOfADevice(CacheTestCase):
         rank.controller.transfer = transfer(copier)
         rank.controller.transfer.engine = rank.engine = SlowEngine()
         return copier
+
+    def test_a_staged_write_back_gets_host_rows_on_the_host_and_everything_else_gets_rows_on_the_device(self) -> None:
+        plan = CopyPlan.from_pages(page_size=4, host_pages=np.array([3, 1]), device_pages=np.array([1, 2]))
+        for mem_layout, staged, where in (
+            ("page_first", True, "cpu"),
+            ("page_first", False, "meta"),
+            ("layer_first", True, "meta"),
+        ):
+            (rank,) = Group(CacheSpec(layout="identity", ranks=1)).ranks
+            host_pool, device_pool = rank.cache.token_to_kv_pool_host, rank.device_pool
+            host_pool.layout, host_pool.can_use_write_back_jit = mem_layout, staged
+            device_pool.device = "meta"
+            with self.subTest(mem_layout=mem_layout, staged=staged):
+                transfer = HostTransfer(host_pool=host_pool, device_pool=device_pool, io_backend="kernel")
+                engine = mock.create_autospec(L2TransferEngine)
+                transfer.engine = engine
+                transfer.back_up(plan)
+                transfer.load(plan, LayerLoadingEvent(device_pool.layer_num))
+                ((backup,),), _ = engine.submit_device_to_host.call_args
+                ((load,),), _ = engine.submit_host_to_device.call_args
+                self.assertEqual([str(one.host_indices.device) for one in (backup, load)], [where, "meta"])
+                self.assertEqual([str(one.device_indices.device) for one in (backup, load)], ["meta", "meta"])
 
     def test_an_unknown_io_backend_and_one_that_cannot_address_the_host_layout_are_refused(self) -> None:
         (rank,) = Group(CacheSpec(layout="identity", ranks=1)).ranks

@@ -12,6 +12,7 @@ class HostKVCache:
     size: int
     page_num: int
     pin_memory: bool
+    can_use_write_back_jit: bool
     size_per_token: int
     kv_buffer: torch.Tensor | tuple[torch.Tensor, torch.Tensor]
     def alloc(self, need_size: int) -> torch.Tensor | None: ...

@@ -19,6 +19,7 @@ class HostPoolGroup:
     entry_map: dict[PoolName, PoolEntry]
     anchor_entry: PoolEntry
     layout: str
+    can_use_write_back_jit: bool
     page_size: int
     size: int
     def __init__(self, entries: list[PoolEntry]) -> None: ...
