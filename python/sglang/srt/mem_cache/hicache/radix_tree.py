@@ -1,8 +1,8 @@
-"""`LayoutRadixTree`: the tree itself. Matching, insertion, splitting, locks and who may be evicted.
+"""`LayoutRadixTree`: the tree itself. Matching, insertion and splitting.
 
-It extends SGLang's `RadixCache` (which keeps the request-level calls) and knows two tiers only as states of
-its nodes; moving nodes between tiers is `radix_cache.HiRadixCache`'s work. All state is a function of the
-calls made, never of a clock or of this rank, so equal calls give equal trees on all ranks.
+It extends SGLang's `RadixCache` (which keeps the request-level calls) by way of `tree_accounting`, and knows two
+tiers only as states of its nodes; moving nodes between tiers is `radix_cache.HiRadixCache`'s work. All state is a
+function of the calls made, never of a clock or of this rank, so equal calls give equal trees on all ranks.
 """
 
 from __future__ import annotations
@@ -10,34 +10,24 @@ from __future__ import annotations
 import sys
 from array import array
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Generic
 
-import numpy as np
 import torch
-from sglang.srt.mem_cache.base_prefix_cache import (
-    DecLockRefResult,
-    IncLockRefResult,
-    InsertParams,
-    InsertResult,
-    MatchResult,
-)
-from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
+from sglang.srt.mem_cache.base_prefix_cache import InsertParams, InsertResult, MatchResult
+from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.utils import compute_node_hash_values, split_node_hash_value
 
 from sglang.srt.mem_cache.layouts.errors import LayoutInvariantError
 from sglang.srt.mem_cache.layouts.pages import PageArray, pages_of_tokens, tokens_of_pages
-from sglang.srt.mem_cache.layouts.protocol import KVLayoutStrategy, MetadataT
+from sglang.srt.mem_cache.layouts.protocol import MetadataT
 
-from .eviction import EvictionOrder
+from .tree_accounting import TreeAccounting, parent_of
 from .tree_node import LayoutTreeNode
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from sglang.srt.mem_cache.base_prefix_cache import DecLockRefParams, MatchPrefixParams
-    from sglang.srt.mem_cache.cache_init_params import CacheInitParams
-
-ItemT = TypeVar("ItemT")
+    from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 
 
 @dataclass(kw_only=True)
@@ -47,29 +37,17 @@ class PagedInsertParams(InsertParams):
     slot_pages: PageArray | None = None
 
 
-class LayoutRadixTree(RadixCache, Generic[MetadataT]):
+class LayoutRadixTree(TreeAccounting[MetadataT], Generic[MetadataT]):
     """A radix tree over whole pages whose nodes may lie on the device, on the host, or both.
 
-    Invariants: a node on the device has its whole prefix on the device; `evictable_size_` and
-    `protected_size_` count the logical tokens on the device that are unlocked and locked,
-    `evictable_lane_pages` the unlocked pages in each lane.
+    Invariant: a node on the device has its whole prefix on the device.
     """
-
-    root_node: LayoutTreeNode[MetadataT]
-
-    def __init__(self, params: CacheInitParams, layout: KVLayoutStrategy[MetadataT]) -> None:
-        self.layout = layout
-        super().__init__(params)  # calls reset()
 
     def reset(self) -> None:
         """An empty tree. Slots and host pages are the caller's to free."""
+        super().reset()
         self._tick = 0
         self._next_id = 0
-        self.device_order: EvictionOrder[LayoutTreeNode[MetadataT]] = EvictionOrder(self.eviction_strategy.get_priority)
-        self.host_order: EvictionOrder[LayoutTreeNode[MetadataT]] = EvictionOrder(self.eviction_strategy.get_priority)
-        self.evictable_size_ = 0
-        self.evictable_lane_pages: PageArray = np.zeros(self.layout.lane_count, dtype=np.int64)
-        self.protected_size_ = 0
         self.root_node = self._new_node(RadixKey(array("q")), priority=-sys.maxsize)
         self.root_node.value = torch.empty(0, dtype=torch.int64, device=self.device)
         self.root_node.lock_ref = 1
@@ -100,10 +78,10 @@ class LayoutRadixTree(RadixCache, Generic[MetadataT]):
         device_node = last_node
         while device_node.value is None:
             host_hit_length += device_node.host_len
-            device_node = _parent(device_node)
+            device_node = parent_of(device_node)
         host_node = last_node
         while not host_node.backuped:
-            host_node = _parent(host_node)
+            host_node = parent_of(host_node)
         return MatchResult(
             device_indices=torch.cat(values) if values else self._empty_match_result.device_indices,
             last_device_node=device_node,
@@ -234,7 +212,7 @@ class LayoutRadixTree(RadixCache, Generic[MetadataT]):
         child.clear_slots()
         child.clear_metadata()
         upper.parent = child.parent
-        _parent(child).children[key.child_key(self.page_size)] = upper
+        parent_of(child).children[key.child_key(self.page_size)] = upper
         child.parent = upper
         child.key = key[split_len:]
         upper.children[child.key.child_key(self.page_size)] = child
@@ -256,107 +234,13 @@ class LayoutRadixTree(RadixCache, Generic[MetadataT]):
 
     def _unlink(self, node: LayoutTreeNode[MetadataT]) -> None:
         """Take a node that holds nothing out of the tree, and with it all below."""
-        parent = _parent(node)
+        parent = parent_of(node)
         removed = parent.children.pop(node.key.child_key(self.page_size), None)
         if removed is not node:
             raise LayoutInvariantError(f"node {node.id} is not the child of node {parent.id} under its own key")
         self._refresh(parent)
 
-    def _put_on_device(self, node: LayoutTreeNode[MetadataT], value: torch.Tensor, slot_pages: PageArray) -> None:
-        if len(slot_pages) * self.page_size != node.tokens or len(value) != node.tokens:
-            raise LayoutInvariantError(
-                f"node {node.id} of {node.tokens} tokens was given {len(value)} slots in {len(slot_pages)} pages"
-            )
-        node.set_slots(value, slot_pages)
-        self._count(node, node.tokens)
-        self._refresh_path(node)
-
-    def _take_off_device(self, node: LayoutTreeNode[MetadataT]) -> PageArray:
-        """Make a node leave the device; its slot pages are the caller's to free."""
-        slot_pages = node.slot_pages
-        self._count(node, -node.tokens)
-        node.clear_slots()
-        self._refresh_path(node)
-        return slot_pages
-
-    def _count(self, node: LayoutTreeNode[MetadataT], tokens: int) -> None:
-        """Count `tokens`, all of the node's, none, or all of them taken away."""
-        if node.lock_ref > 0:
-            self.protected_size_ += tokens
-            return
-        self.evictable_size_ += tokens
-        if tokens > 0:
-            self.evictable_lane_pages += self._lane_pages(node)
-        elif tokens < 0:
-            self.evictable_lane_pages -= self._lane_pages(node)
-
-    def _lane_pages(self, node: LayoutTreeNode[MetadataT]) -> PageArray:
-        """Pages of the node's slots in each lane, counted once."""
-        if node.lane_pages is None:
-            node.lane_pages = np.bincount(self.layout.lanes_of(node.slot_pages), minlength=self.layout.lane_count)
-        return node.lane_pages
-
-    # Locks.
-
-    def inc_lock_ref(self, node: LayoutTreeNode[MetadataT]) -> IncLockRefResult:
-        """Keep `node` and its prefix from eviction. `delta` is the change of the evictable tokens (<= 0)."""
-        return IncLockRefResult(delta=0 if self.disable else self._lock(node, 1))
-
-    def dec_lock_ref(
-        self,
-        node: LayoutTreeNode[MetadataT],
-        params: DecLockRefParams | None = None,
-    ) -> DecLockRefResult:
-        """Undo one `inc_lock_ref`. `delta` is the change of the evictable tokens (>= 0).
-
-        Raises `LayoutInvariantError`, with nothing changed, if it is not locked or belongs to a tree before a reset.
-        """
-        return DecLockRefResult(delta=0 if self.disable else self._lock(node, -1))
-
-    def _lock(self, node: LayoutTreeNode[MetadataT], step: int) -> int:
-        before = self.evictable_size_
-        self._check_lock(node, step)
-        while node.parent is not None:
-            if node.lock_ref == 0 or node.lock_ref + step == 0:
-                on_device = node.tokens if node.value is not None else 0
-                self._count(node, -on_device)
-                node.lock_ref += step
-                self._count(node, on_device)
-                self._refresh(node)
-            else:
-                node.lock_ref += step
-            node = node.parent
-        return self.evictable_size_ - before
-
-    def _check_lock(self, node: LayoutTreeNode[MetadataT], step: int) -> None:
-        while node.parent is not None:
-            if node.lock_ref + step < 0:
-                raise LayoutInvariantError(f"node {node.id} is unlocked {-step} times but holds {node.lock_ref} locks")
-            node = node.parent
-        if node is not self.root_node:
-            raise LayoutInvariantError("a node of another tree was locked or unlocked; was the cache reset?")
-
-    # Eviction orders.
-
-    def _refresh(self, node: LayoutTreeNode[MetadataT]) -> None:
-        """Make both eviction orders right for `node` after any change of its state."""
-        (self.device_order.add if node.is_device_leaf else self.device_order.discard)(node)
-        (self.host_order.add if node.is_host_leaf else self.host_order.discard)(node)
-
-    def _refresh_path(self, node: LayoutTreeNode[MetadataT]) -> None:
-        self._refresh(node)
-        self._refresh(_parent(node))
-
-    def _touch(self, node: LayoutTreeNode[MetadataT]) -> None:
-        """Move `node` in the eviction orders after a change of its time, hits or priority."""
-        self.device_order.touch(node)
-        self.host_order.touch(node)
-
     # Inspection.
-
-    def evictable_size(self) -> int:
-        """Unlocked logical tokens on the device."""
-        return self.evictable_size_
 
     def nodes(self) -> Iterator[LayoutTreeNode[MetadataT]]:
         """Every node but the root, parents first, children in order of insertion."""
@@ -395,9 +279,3 @@ def _whole_pages_of(key: RadixKey, page_size: int) -> RadixKey:
         return key[:0]
     raw_tokens = tokens + 1 if key.is_bigram else tokens
     return RadixKey(key.token_ids, key.extra_key, key.is_bigram, raw_tokens, key.cache_salt)
-
-
-def _parent(node: LayoutTreeNode[MetadataT]) -> LayoutTreeNode[MetadataT]:
-    if node.parent is None:
-        raise LayoutInvariantError(f"node {node.id} has no parent; the walk should have ended at the root")
-    return node.parent

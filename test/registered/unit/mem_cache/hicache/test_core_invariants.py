@@ -54,6 +54,7 @@ _CORE = (
     "stats",
     "tiers",
     "transfer",
+    "tree_accounting",
     "tree_node",
 )
 

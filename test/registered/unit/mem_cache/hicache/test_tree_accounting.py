@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import unittest
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
 
 import numpy as np
 from _caches import CacheSpec, CacheTestCase, Rank, chain
@@ -22,9 +22,6 @@ from sglang.srt.mem_cache.hicache.invariants import violations
 from sglang.srt.mem_cache.hicache.radix_tree import PagedInsertParams
 from sglang.srt.mem_cache.hicache.settings import WritePolicy
 from sglang.srt.mem_cache.layouts import LayoutInvariantError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 register_cpu_ci(est_time=20, suite="base-a-test-cpu")
 
@@ -274,36 +271,6 @@ class TestLifetimes(CacheTestCase):
                 for owner in arrays:
                     self.assertIsNone(owner.base)
                 self.assertLessEqual(node.metadata.nbytes, node.tokens // 4 * (8 + 2))
-
-
-class TestInvariantsAreSeen(CacheTestCase):
-    def test_each_kind_of_damage_is_reported(self) -> None:
-        def first(rank: Rank) -> Any:  # noqa: ANN401  # damage is done to whatever field
-            return rank.nodes()[0]
-
-        damages: dict[str, Callable[[Rank], object]] = {
-            "evictable tokens": lambda rank: setattr(rank.cache, "evictable_size_", 1),
-            "protected tokens": lambda rank: setattr(rank.cache, "protected_size_", 1),
-            "slots: available": lambda rank: rank.allocator.alloc(4),
-            "host pages in use by lane": lambda rank: rank.controller.ledger.clear(),
-            "host pages in use in the pool": lambda rank: rank.cache.token_to_kv_pool_host.alloc(4),
-            "lies on neither tier": lambda rank: first(rank).clear_slots() or first(rank).clear_metadata(),
-            "tokens of metadata": lambda rank: setattr(first(rank), "key", first(rank).key[:4]),
-            "slot pages are held by two": lambda rank: setattr(rank.nodes()[1], "slot_pages", first(rank).slot_pages),
-            "device leaf is False": lambda rank: setattr(first(rank), "lock_ref", 1),
-            "host leaf is False": lambda rank: rank.cache.host_order.add(first(rank)),
-            "children on the device": lambda rank: setattr(first(rank), "device_children", 1),
-            "held by a node and free": lambda rank: rank.allocator.free_slot_pages(first(rank).slot_pages),
-        }
-        for line, damage in damages.items():
-            with self.subTest(line=line):
-                group = Group(CacheSpec())
-                group.serve(chain(group.spec, 1, 2))
-                group.serve(chain(group.spec, 3, 4))
-                rank = group.ranks[0]
-                self.assertEqual(violations(rank.cache), [])
-                damage(rank)
-                self.assertIn(line, "\n".join(violations(rank.cache)))
 
 
 def _start(group: Group, *pages: int) -> Request:
