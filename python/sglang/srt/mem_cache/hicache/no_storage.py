@@ -1,30 +1,53 @@
 """What the scheduler asks of a cache about the storage (L3) tier, answered for a cache that has none.
 
-A storage backend is refused at construction, by the strategy's `validate`, and at run time, here: also where the
-strategy could name its pages for one.
+A storage backend is refused at construction, by the strategy's `validate` and, whatever that says, here, and at run
+time: also where the strategy could name its pages for one.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+from sglang.srt.mem_cache.layouts.errors import LayoutConfigError
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle
 
-_REFUSAL = "--kv-layout-strategy {layout} does not support --hicache-storage-backend {backend}; accepted: none"
+    from sglang.srt.mem_cache.layouts.protocol import KVLayoutStrategy, StorageAwareLayout
+
+
+def names_pages(layout: object) -> TypeGuard[StorageAwareLayout]:
+    """Whether a strategy can name its pages for a storage backend."""
+    return callable(getattr(layout, "storage_keys", None))
+
+
+def refuse_storage_backend(layout: KVLayoutStrategy[Any], backend: str | None) -> None:
+    """Raise `LayoutConfigError` for a storage backend, which nothing would ever be stored in."""
+    if backend is not None:
+        raise LayoutConfigError(_refusal(layout, backend))
+
+
+def _refusal(layout: KVLayoutStrategy[Any], backend: str) -> str:
+    able = "it can name its pages, but no storage tier asks it to yet"
+    why = able if names_pages(layout) else "it cannot name its pages for a storage tier"
+    return (
+        f"--kv-layout-strategy {layout.name} does not support --hicache-storage-backend {backend}: {why}; "
+        "drop --hicache-storage-backend (accepted: none)"
+    )
 
 
 class NoStorageTier:
     """Mixin with the scheduler's storage calls. Nothing is ever prefetched, attached or stored."""
 
+    layout: KVLayoutStrategy[Any]
+
     enable_storage = False
     enable_storage_metrics = False
     hicache_storage_pass_prefix_keys = False
-    _layout_name: str
 
     def attach_storage_backend(self, storage_backend: str, **_settings: object) -> tuple[bool, str]:
         """Refuse, naming both settings; nothing is changed."""
-        return False, _REFUSAL.format(layout=self._layout_name, backend=storage_backend)
+        return False, _refusal(self.layout, storage_backend)
 
     def detach_storage_backend(self) -> tuple[bool, str]:
         """There is none to detach."""

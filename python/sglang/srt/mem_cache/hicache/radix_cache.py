@@ -31,7 +31,7 @@ from .controller import HiCacheController
 from .environment import agreement_groups, observe_environment
 from .host_pools import build_host_pool, release_host_pool
 from .in_flight import InFlight
-from .no_storage import NoStorageTier
+from .no_storage import NoStorageTier, refuse_storage_backend
 from .stats import CacheStats
 from .tiers import TieredRadixTree, ack_seconds, ready_acks
 
@@ -60,8 +60,8 @@ class HiRadixCache(NoStorageTier, TieredRadixTree[MetadataT], Generic[MetadataT]
 
     `layout` is the one strategy object that allocator, controller and tree share; `group` the ranks that it
     shards over; `agreement` replaces SGLang's process groups as the way to compare ranks. Raises
-    `LayoutConfigError`, before any host memory is taken, if the strategy refuses the pool, the allocator, the
-    group or the storage backend.
+    `LayoutConfigError`, before any host memory is taken, if the strategy refuses the pool, the allocator or the
+    group, and for a storage backend.
     """
 
     reporter: Callable[[], None] | None = None  # called after each settling; publishes metrics in a server
@@ -80,8 +80,8 @@ class HiRadixCache(NoStorageTier, TieredRadixTree[MetadataT], Generic[MetadataT]
         allocator = params.token_to_kv_pool_allocator
         self.slots = slot_allocator(allocator)
         layout.validate(observe_environment(params, self.slots, settings, group))
+        refuse_storage_backend(layout, settings.storage_backend)
         self.settings = settings
-        self._layout_name = layout.name
         self.agreement = agreement or RankAgreement(
             agreement_groups(params),
             pp_group=params.pp_cache_group,

@@ -25,12 +25,22 @@ from sglang.test.ci.ci_register import register_cpu_ci
 
 from sglang.srt.mem_cache.hicache.radix_cache import HiRadixCache
 from sglang.srt.mem_cache.hicache.settings import ShardGroup
-from sglang.srt.mem_cache.layouts import GroupKind, LayoutConfigError, PoolKind
+from sglang.srt.mem_cache.layouts import (
+    AnyKVLayoutStrategy,
+    CpSharedLayout,
+    GroupKind,
+    LayoutConfig,
+    LayoutConfigError,
+    PoolKind,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from sglang.srt.mem_cache.memory_pool import KVCache
+
+    from sglang.srt.mem_cache.layouts import LayoutEnvironment
+    from sglang.srt.mem_cache.layouts.pages import LaneArray
 
 register_cpu_ci(est_time=10, suite="base-a-test-cpu")
 
@@ -47,6 +57,20 @@ _DSA_FIELDS: dict[str, Any] = {
     "enable_memory_saver": False,
     "kv_cache_dim": 6,
 }
+
+
+class _RefusesNothing(CpSharedLayout):
+    name = "refuses_nothing"
+
+    def validate(self, environment: LayoutEnvironment) -> None:
+        pass
+
+
+class _NamesPages(_RefusesNothing):
+    name = "names_pages"
+
+    def storage_keys(self, page_hashes: Sequence[str], lanes: LaneArray) -> Sequence[str]:
+        return [page for page, lane in zip(page_hashes, lanes, strict=True) if lane == self.lane]
 
 
 class TestRefusedAtConstruction(CacheTestCase):
@@ -66,11 +90,12 @@ class TestRefusedAtConstruction(CacheTestCase):
         self,
         spec: CacheSpec,
         *,
+        layout: AnyKVLayoutStrategy | None = None,
         pool: KVCache | None = None,
         group: ShardGroup | None = None,
         **settings: Any,  # noqa: ANN401
     ) -> HiRadixCache[Any]:
-        layout = make_layout(spec, 0)
+        layout = make_layout(spec, 0) if layout is None else layout
         allocator = make_allocator(spec, layout, pool if pool is not None else make_device_pool(spec))
         lockstep = Lockstep(1)
         lockstep.gather([[spec.host_pages]])
@@ -100,6 +125,19 @@ class TestRefusedAtConstruction(CacheTestCase):
                     CacheSpec(layout=layout, pool=PoolKind.DSA),
                     storage_backend=backend,
                 )
+
+    def test_a_storage_backend_is_refused_also_where_the_strategy_forgets_to(self) -> None:
+        for strategy, why in (
+            (_RefusesNothing, "it cannot name its pages for a storage tier"),
+            (_NamesPages, "it can name its pages, but no storage tier asks it to yet"),
+        ):
+            layout = strategy.from_config(LayoutConfig(page_size=4, shard_size=3))
+            self._refused(
+                f"--kv-layout-strategy {layout.name} does not support --hicache-storage-backend file: {why}; drop",
+                CacheSpec(),
+                layout=layout,
+                storage_backend="file",
+            )
 
     def test_a_hisparse_pool_is_refused_naming_both_flags(self) -> None:
         for layout in ("cp_shared", "identity"):

@@ -76,7 +76,8 @@ class TestNoStorage(CacheTestCase):
             (attached, reason),
             (
                 False,
-                f"--kv-layout-strategy {layout} does not support --hicache-storage-backend mooncake; accepted: none",
+                f"--kv-layout-strategy {layout} does not support --hicache-storage-backend mooncake: it cannot name "
+                "its pages for a storage tier; drop --hicache-storage-backend (accepted: none)",
             ),
         )
         self.assertTrue(cache.detach_storage_backend()[0])
