@@ -8,6 +8,7 @@ agreed on once at start.
 
 from __future__ import annotations
 
+from operator import ge
 from typing import TYPE_CHECKING
 
 from sglang.srt.mem_cache.layouts.config import check_range
@@ -46,7 +47,7 @@ class HostLedger:
 
     def admits(self, demand_pages: Sequence[int]) -> bool:
         """Whether every lane has room for `demand_pages`."""
-        return all(free >= needed for needed, free in zip(demand_pages, self._free, strict=True))
+        return all(map(ge, self._free, demand_pages))
 
     def ever_admits(self, demand_pages: Sequence[int]) -> bool:
         """Whether an empty host tier would have room for `demand_pages`."""

@@ -14,10 +14,12 @@ length are stacks; finding a length is a search among the lengths that occur, of
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from typing import TYPE_CHECKING
+from operator import eq, gt
+from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
 
+from sglang.srt.mem_cache.layouts.config import check_range
 from sglang.srt.mem_cache.layouts.errors import LayoutInvariantError
 from sglang.srt.mem_cache.layouts.pages import NO_PAGES, LaneArray, PageArray
 
@@ -39,18 +41,23 @@ def runs_of_pages(pages: PageArray) -> list[tuple[int, int]] | None:
     breaks = (steps != 1).nonzero()[0]
     if not len(breaks):
         return [(int(pages[0]), len(pages))]
-    if not steps[breaks].all():
+    lasts, starts = pages[breaks].tolist(), pages[breaks + 1].tolist()
+    if any(map(eq, lasts, starts)):
         return None
-    firsts = [0, *(breaks + 1).tolist()]
-    lengths = (end - first for first, end in zip(firsts, [*firsts[1:], len(pages)], strict=True))
-    return list(zip(pages[firsts].tolist(), lengths, strict=True))
+    starts.insert(0, int(pages[0]))
+    lasts.append(int(pages[-1]))
+    return [(start, last - start + 1) for start, last in zip(starts, lasts, strict=True)]
 
 
 def pages_by_lane(lanes: LaneArray, lane_count: int) -> PageArray:
     """How many of `lanes` are each lane, shape ``[lane_count]``; `LayoutInvariantError` if one is no lane."""
-    if len(lanes) and not 0 <= int(lanes.min()) <= int(lanes.max()) < lane_count:
+    try:
+        pages = np.bincount(lanes, minlength=lane_count)
+    except ValueError:  # one is negative
+        pages = NO_PAGES
+    if len(pages) != lane_count:
         raise LayoutInvariantError(f"lanes must lie in [0, {lane_count - 1}], got {lanes}")
-    return np.bincount(lanes, minlength=lane_count)
+    return pages
 
 
 class PageRuns:
@@ -74,18 +81,24 @@ class PageRuns:
             raise LayoutInvariantError(f"{pages} pages were asked for, {self.free} are free")
         self.free -= pages
         runs = []
+        lengths = self._lengths
         while pages:
-            fits = bisect_left(self._lengths, pages)
-            length = self._lengths[min(fits, len(self._lengths) - 1)]
-            start = self._pop(length)
+            at = bisect_left(lengths, pages)
+            if at == len(lengths):
+                at -= 1  # none is long enough: the longest
+            length = lengths[at]
+            starts = self._starts_of[length]
+            start, _ = starts.popitem()
+            if not starts:
+                del self._starts_of[length], lengths[at]
             del self._length_at[start]
-            taken = min(pages, length)
-            if taken < length:
-                self._keep(start + taken, length - taken)
-            else:
-                del self._start_before[start + length]
-            runs.append((start, taken))
-            pages -= taken
+            if pages < length:
+                self._keep(start + pages, length - pages)
+                runs.append((start, pages))
+                return runs
+            del self._start_before[start + length]
+            runs.append((start, length))
+            pages -= length
         return runs
 
     def runs(self) -> list[tuple[int, int]]:
@@ -109,39 +122,30 @@ class PageRuns:
         """Record a run, in place of what was known about its first page and of the page behind it."""
         self._length_at[start] = length
         self._start_before[start + length] = start
-        starts = self._starts_of.get(length)
-        if starts is None:
-            starts = self._starts_of[length] = {}
+        if length in self._starts_of:
+            self._starts_of[length][start] = None
+        else:
+            self._starts_of[length] = {start: None}
             insort(self._lengths, length)
-        starts[start] = None
 
     def _unfile(self, start: int, length: int) -> None:
         starts = self._starts_of[length]
-        del starts[start]
-        if not starts:
-            self._forget_length(length)
-
-    def _pop(self, length: int) -> int:
-        """First page of the latest run of that length, which is no longer filed under it."""
-        starts = self._starts_of[length]
-        start, _ = starts.popitem()
-        if not starts:
-            self._forget_length(length)
-        return start
-
-    def _forget_length(self, length: int) -> None:
-        del self._starts_of[length]
-        del self._lengths[bisect_left(self._lengths, length)]
+        if len(starts) > 1:
+            del starts[start]
+        else:
+            del self._starts_of[length], self._lengths[bisect_left(self._lengths, length)]
 
 
 class PageLanes:
     """Free pages of several owners. A run is one of *rows*: of an owner's pages that follow each other.
 
-    Page ``first + n`` belongs to ``lanes[n]``, int16. Inside, a page has a place: lane after lane, in each lane the
-    pages in order, and a gap behind, so that the last run of a lane never touches the first one of the next.
+    Page ``first + n`` belongs to ``lanes[n]``, int16; `first` is at least 1. Inside, a page has a place: lane after
+    lane, in each lane the pages in order, and a gap behind, so that the last run of a lane never touches the first one
+    of the next.
     """
 
     def __init__(self, lanes: LaneArray, *, lane_count: int, first: int) -> None:
+        check_range("first", first, 1)
         counts = np.bincount(lanes, minlength=lane_count)
         self._stride = int(counts.max()) + 1
         order = np.argsort(lanes, kind="stable")
@@ -151,7 +155,7 @@ class PageLanes:
         self._page_at[places] = first + order
         self._place_of: PageArray = np.full(first + len(lanes), self._stride - 1, dtype=np.int64)  # a gap: never used
         self._place_of[first + order] = places
-        self._used = np.zeros(lane_count * self._stride, dtype=np.bool_)
+        self._used = np.zeros(first + len(lanes) + 1, dtype=np.bool_)  # by page; the first and the last one never are
         self._free = [PageRuns(int(n), int(start)) for start, n in zip(starts, counts, strict=True)]
 
     def room(self) -> list[int]:
@@ -164,31 +168,33 @@ class PageLanes:
         `LayoutInvariantError`, with nothing taken, if one of `lanes` does not exist.
         """
         needed = pages_by_lane(lanes, len(self._free)).tolist()
-        if any(pages > runs.free for pages, runs in zip(needed, self._free, strict=True)):
+        if any(map(gt, needed, self.room())):
             return None
-        places = pages_of_runs([run for runs, n in zip(self._free, needed, strict=True) if n for run in runs.take(n)])
-        self._used[places] = True
-        by_lane = self._page_at[places]
+        runs = [run for free, n in zip(self._free, needed, strict=True) if n for run in free.take(n)]
+        by_lane = np.concatenate([NO_PAGES, *[self._page_at[start : start + length] for start, length in runs]])
+        self._used[by_lane] = True
         if len(self._free) == 1:
             return by_lane
         taken = np.empty_like(by_lane)
-        taken[np.argsort(lanes, kind="stable")] = by_lane
+        taken[lanes.argsort(kind="stable")] = by_lane
         return taken
 
     def give(self, pages: PageArray) -> None:
         """Take pages back. `LayoutInvariantError`, with nothing changed, if one is not in use or comes twice."""
-        if len(pages) and int(pages.view(np.uint64).max()) >= len(self._place_of):  # negative ones are large so
-            raise LayoutInvariantError(f"slot pages must lie in [0, {len(self._place_of) - 1}], got {pages}")
-        places = np.sort(self._place_of[pages])
-        runs = runs_of_pages(places)
+        used = self._used.take(pages, mode="clip")  # a number that is no page finds the first or the last one
+        if np.count_nonzero(used) != len(pages):
+            self._refuse(pages, pages[~used])
+        runs = runs_of_pages(np.sort(self._place_of[pages]))
         if runs is None:
             raise LayoutInvariantError(f"slot pages {pages} are freed in one call, one of them twice")
-        if np.count_nonzero(self._used[places]) != len(places):
-            idle = pages[~self._used[self._place_of[pages]]]
-            raise LayoutInvariantError(f"slot pages {idle} are freed but not in use")
-        self._used[places] = False
+        self._used[pages] = False
         for start, length in runs:
             self._free[start // self._stride].give(start, length)
+
+    def _refuse(self, pages: PageArray, idle: PageArray) -> NoReturn:
+        if int(idle.min()) < 0 or int(idle.max()) >= len(self._place_of):
+            raise LayoutInvariantError(f"slot pages must lie in [0, {len(self._place_of) - 1}], got {pages}")
+        raise LayoutInvariantError(f"slot pages {idle} are freed but not in use")
 
     def all_free(self) -> PageArray:
         """Every free page, lane after lane, ascending in each."""

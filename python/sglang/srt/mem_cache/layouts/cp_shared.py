@@ -129,6 +129,7 @@ class CpSharedLayout:
         self.page_size = page_size
         self.lane_count = cp_size
         self.lane = cp_rank
+        self._rotation: LaneArray = np.empty(0, dtype=np.int16)  # 0, 1, .. cp_size - 1, 0, 1, ..: as long as was needed
 
     @classmethod
     def from_config(cls, config: LayoutConfig) -> CpSharedLayout:
@@ -161,8 +162,10 @@ class CpSharedLayout:
 
     def extend_lanes(self, base: int, first_page: int, pages: int) -> LaneArray:
         """``(base + page) % cp_size`` for each page of the chain."""
-        chain_pages = np.arange(first_page, first_page + pages, dtype=np.int64)
-        return ((base + chain_pages) % self.lane_count).astype(np.int16)
+        start = (base + first_page) % self.lane_count
+        if start + pages > len(self._rotation):
+            self._rotation = (np.arange(2 * (start + pages)) % self.lane_count).astype(np.int16)
+        return self._rotation[start : start + pages].copy()
 
     def lanes_of(self, slot_pages: PageArray) -> LaneArray:
         """``slot_page % cp_size``."""

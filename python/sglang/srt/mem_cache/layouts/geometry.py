@@ -96,7 +96,7 @@ class CpSharedKVLayout:
 
     def page_owners(self, slot_pages: PageArray) -> LaneArray:
         """Owner of each logical page, int16, shape ``[pages]``."""
-        return self.owners_and_rows(slot_pages)[0]
+        return (slot_pages % self.cp_size).astype(np.int16)
 
     def row_pages(self, slot_pages: PageArray) -> PageArray:
         """Row page of each logical page in its owner's pool, shape ``[pages]``."""

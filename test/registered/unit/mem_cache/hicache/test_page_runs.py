@@ -12,7 +12,7 @@ from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.test_utils import CustomTestCase
 
 from sglang.srt.mem_cache.hicache.page_runs import PageLanes, PageRuns, pages_of_runs, runs_of_pages
-from sglang.srt.mem_cache.layouts.errors import LayoutInvariantError
+from sglang.srt.mem_cache.layouts.errors import LayoutConfigError, LayoutInvariantError
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.layouts.pages import LaneArray
@@ -136,6 +136,10 @@ class TestPageLanes(CustomTestCase):
             with self.assertRaisesRegex(LayoutInvariantError, "must lie in \\[0, 8\\]"):
                 pages.give(np.array([3, wrong], dtype=np.int64))
         self.assertEqual(pages.room(), [0, 0, 0])
+
+    def test_a_page_zero_is_refused_since_it_stands_for_every_negative_number(self) -> None:
+        with self.assertRaisesRegex(LayoutConfigError, "first must be >= 1, got 0"):
+            PageLanes(np.zeros(3, dtype=np.int16), lane_count=1, first=0)
 
     def test_all_free_pages_are_those_that_nobody_holds(self) -> None:
         pages = self._make()
