@@ -3,6 +3,7 @@
 - Each public module of the two packages gets a page that mkdocstrings fills from its docstrings, without importing it.
 - A link such as `../CONTRIBUTING.md` works in the repository; here the file is taken into the site and the link mended.
   Links from such a file back into docs/ are mended as well.
+- Pages name sources as they lie in the repository.
 - The built pages are searched for anything that a browser would fetch from elsewhere.
 """
 
@@ -27,7 +28,8 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parent.parent
 NAMESPACE = "sglang.srt.mem_cache"
 PACKAGES = ("layouts", "hicache")
-BASE = ROOT / "python" / NAMESPACE.replace(".", "/")
+PYTHON = ROOT / "python"
+BASE = PYTHON / NAMESPACE.replace(".", "/")
 SOURCES = ROOT / "build/docs-sources"
 """What mkdocs.yml tells mkdocstrings to read."""
 
@@ -115,11 +117,24 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     return "".join(parts)
 
 
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Name sources as they lie in the repository, not in the copy that was read."""
+    return html.replace(f"{_in_repository(SOURCES)}/", f"{_in_repository(PYTHON)}/")
+
+
 def on_post_build(config: MkDocsConfig) -> None:
-    """Raise `PluginError` where a page would fetch something from another host."""
+    """Raise `PluginError` where a page names our copy of the sources, or would fetch something from another host."""
     for path in sorted(Path(config.site_dir).rglob("*")):
-        if path.suffix in {".html", ".css"} and (found := FETCHED.search(path.read_text(encoding="utf-8"))):
-            raise PluginError(f"{path}: fetches from elsewhere: {found[0]}")
+        if path.suffix in {".html", ".css", ".json", ".js"}:
+            text = path.read_text(encoding="utf-8")
+            if _in_repository(SOURCES) in text:
+                raise PluginError(f"{path}: names {_in_repository(SOURCES)}, which is no folder of the repository")
+            if path.suffix in {".html", ".css"} and (found := FETCHED.search(text)):
+                raise PluginError(f"{path}: fetches from elsewhere: {found[0]}")
+
+
+def _in_repository(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
 
 
 def _targets(place: str, text: str) -> Iterator[str]:
