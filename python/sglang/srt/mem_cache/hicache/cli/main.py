@@ -1,14 +1,16 @@
 """`kvlayouts`: the command line.
 
-Exit status: 0; 1 for a mismatch, ranks that disagree or a run that failed; 2 for bad input. Bad input and failed runs
-end with one line on stderr. Nothing here imports PyTorch or SGLang before the input is known to be good; where SGLang's
-wheel is installed, its own package loads both as soon as this module is found in it.
+Exit status: 0; 1 for a mismatch, ranks that disagree or a run that failed; 2 for bad input; 128 and the number of a
+signal that ended it, or 141 where nobody reads what it writes (`endings`). All but the last end with one line
+on stderr. Nothing here imports PyTorch or SGLang before the input is known to be good; where SGLang's wheel is
+installed, its own package loads both as soon as this module is found in it.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from io import TextIOWrapper
 from pathlib import Path
@@ -18,6 +20,12 @@ import click
 from rich.console import Console
 
 from sglang.srt.mem_cache.hicache.cli.bench.command import bench
+from sglang.srt.mem_cache.hicache.cli.endings import (
+    EXIT_READER_GONE,
+    behind,
+    drop_unread_output,
+    interrupt_status,
+)
 from sglang.srt.mem_cache.hicache.cli.explain.command import explain
 from sglang.srt.mem_cache.hicache.cli.plan.command import plan
 from sglang.srt.mem_cache.hicache.cli.ranks.messages import RankError
@@ -45,7 +53,6 @@ OUTPUT_SUFFIXES: Final = {"--plot": ".png", "--report": ".html"}
 EXIT_OK: Final = 0
 EXIT_FAILED: Final = 1
 EXIT_BAD_INPUT: Final = 2
-EXIT_INTERRUPTED: Final = 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -60,15 +67,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(str(error), EXIT_BAD_INPUT)
     except (ReplayError, RankError) as error:
         return _fail(str(error), EXIT_FAILED)
-    except OSError as error:
-        return _fail(": ".join(filter(None, (error.filename, error.strerror or str(error)))), EXIT_FAILED)
-    except click.Abort:
-        return _fail("interrupted", EXIT_INTERRUPTED)
+    except (click.Abort, OSError, SystemExit) as error:
+        return _ended_early(error)
     return status if isinstance(status, int) else EXIT_OK
 
 
+def _ended_early(error: click.Abort | OSError | SystemExit) -> int:
+    """The exit status after an interrupt, a closed pipe (where rich and click exit, and only there), or an error."""
+    interrupt = behind(error, KeyboardInterrupt)
+    if interrupt is not None or isinstance(error, click.Abort):
+        return _fail(str(interrupt or "") or "interrupted", interrupt_status(interrupt))
+    if isinstance(error, OSError) and behind(error, BrokenPipeError) is None:
+        return _fail(": ".join(filter(None, (error.filename, error.strerror or str(error)))), EXIT_FAILED)
+    drop_unread_output()
+    return EXIT_READER_GONE
+
+
 def _fail(message: str, status: int) -> int:
-    print(f"kvlayouts: error: {' '.join(message.split())}", file=sys.stderr)
+    with suppress(OSError):  # nobody may be there to read it
+        print(f"kvlayouts: error: {' '.join(message.split())}", file=sys.stderr)
+    drop_unread_output()
     return status
 
 
@@ -88,6 +106,7 @@ def cli() -> None:
 @cli.command(context_settings={"show_default": True})
 @click.argument("trace", type=click.Path(path_type=Path), required=False)
 @click.option("--layout", "layouts", multiple=True, default=DEFAULT_LAYOUTS, help="Layout strategy; repeat for more.")
+@click.option("--layout-config", metavar="JSON|@FILE", help="Settings of the strategy, where one --layout is given.")
 @click.option("--cp-size", type=click.IntRange(1, options.MAX_CP_SIZE), default=4, help="Ranks, one process each.")
 @click.option("--pool", type=click.Choice(get_args(options.PoolKind)), default="mla", help="KV pool of the model.")
 @click.option(
@@ -134,6 +153,7 @@ def cli() -> None:
 def replay(
     trace: Path | None,
     layouts: tuple[str, ...],
+    layout_config: str | None,
     cp_size: int,
     pool: options.PoolKind,
     page_size: int,
@@ -165,6 +185,7 @@ def replay(
     requests_trace = read_trace(trace_path, block_tokens=block_tokens, max_requests=requests)
     config = ReplayConfig(
         layouts=layouts,
+        layout_options=_layout_options(layouts, layout_config),
         device_tokens=default_device_tokens(requests_trace, page_size) if device_tokens is None else device_tokens,
         cp_size=cp_size,
         pool=pool,
@@ -201,18 +222,23 @@ cli.add_command(soak)
 cli.add_command(bench)
 
 
+def _layout_options(layouts: tuple[str, ...], layout_config: str | None) -> Mapping[str, object]:
+    if layout_config is None:
+        return {}
+    from sglang.srt.mem_cache.hicache.cli.explain.strategies import read_options_of_one
+
+    return read_options_of_one(layouts, layout_config)
+
+
 def check_layouts(config: ReplayConfig, trace: Trace) -> None:
-    """Raise `ReplayInputError` for a layout that is unknown, refuses its geometry, or has no room for some prompt."""
-    from sglang.srt.mem_cache.layouts.config import LayoutConfig
-    from sglang.srt.mem_cache.layouts.registry import create_layout, known_layouts
+    """Raise `ReplayInputError` for a layout that is unknown, refuses its settings, or has no room for some prompt."""
+    from sglang.srt.mem_cache.hicache.cli.explain.strategies import check_known, create_rank
 
     for name in config.layouts:
-        if name not in known_layouts():
-            raise ReplayInputError(f"--layout {name}: unknown; known layouts are {', '.join(known_layouts())}")
-        try:
-            layout = create_layout(LayoutConfig(name=name, page_size=config.page_size, shard_size=config.cp_size))
-        except ValueError as error:
-            raise ReplayInputError(f"--layout {name}: {error}") from error
+        check_known(name)
+        layout = create_rank(
+            name, page_size=config.page_size, ranks=config.cp_size, rank=0, options=config.layout_options
+        )
         check_device_tokens(trace, config.page_size, config.device_tokens, name, layout.logical_tokens)
 
 
@@ -250,11 +276,24 @@ def _show(
     results: Mapping[str, LayoutResult],
     outputs: Mapping[str, Path | None],
 ) -> None:
-    """Print the table, then write the files. Raises `ReplayError` where a file could not be written after all."""
+    """Print the table, then write the files, also where nobody reads the table."""
     from sglang.srt.mem_cache.hicache.cli.replay.report import print_report
+
+    try:
+        print_report(Console(force_terminal=sys.stdout.isatty()), config, trace, results)
+    finally:
+        _write(config, trace, results, outputs)
+
+
+def _write(
+    config: ReplayConfig,
+    trace: Trace,
+    results: Mapping[str, LayoutResult],
+    outputs: Mapping[str, Path | None],
+) -> None:
+    """Raises `ReplayError` where a file could not be written after all."""
     from sglang.srt.mem_cache.hicache.cli.replay.results import to_json
 
-    print_report(Console(force_terminal=sys.stdout.isatty()), config, trace, results)
     try:
         if (json_path := outputs["--json"]) is not None:
             text = json.dumps(to_json(config, trace, results), indent=2, allow_nan=False)

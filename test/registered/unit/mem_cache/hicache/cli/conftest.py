@@ -1,13 +1,19 @@
-"""Hand-made results, options and a trace that the tests of report, picture, JSON and command line share."""
+"""What the tests of the commands share: results, options and a trace made by hand; a server that forks ranks."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import pytest
+from _fork_server import forking_context_for_tests
+from _replays import rank_processes
 
 from sglang.srt.mem_cache.hicache.cli.replay.results import HitPoint, LayoutResult, ReplayConfig
 from sglang.srt.mem_cache.hicache.cli.replay.trace import Trace, TraceRequest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 _SERIES = (
     HitPoint(
@@ -68,6 +74,20 @@ _SHARDED = replace(
     logical_capacity_tokens=2_000,
     hit_series=(),
 )
+
+
+@pytest.fixture(scope="session")
+def fork_server() -> None:
+    """The server that forks ranks runs, with everything loaded that any test's processes need."""
+    forking_context_for_tests()
+
+
+@pytest.fixture
+def ranks_end_with_the_test() -> Iterator[None]:
+    """No rank outlives a test that failed to end it."""
+    yield
+    for process in rank_processes():
+        process.kill()
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
 from contextlib import suppress
@@ -15,12 +16,13 @@ from dataclasses import replace
 from io import BytesIO, TextIOWrapper
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 import pytest
 from rich.console import Console
 
 from sglang.srt.mem_cache.hicache.cli import main as command
+from sglang.srt.mem_cache.hicache.cli.endings import Terminated
 from sglang.srt.mem_cache.hicache.cli.replay.progress import show_progress
 from sglang.srt.mem_cache.hicache.cli.replay.results import LayoutResult, ReplayConfig, ReplayError
 
@@ -39,7 +41,7 @@ class _Driver(ModuleType):
         self.results = results
         self.config: ReplayConfig | None = None
         self.trace: Trace | None = None
-        self.error: Exception | None = None
+        self.error: BaseException | None = None
 
     def run_replay(self, config: ReplayConfig, trace: Trace, on_progress: OnProgress) -> dict[str, LayoutResult]:
         self.config, self.trace = config, trace
@@ -49,6 +51,12 @@ class _Driver(ModuleType):
             for done in range(len(trace.requests) + 1):
                 on_progress(layout, done, len(trace.requests))
         return {layout: self.results[layout] for layout in config.layouts}
+
+
+def _pipe_that_nobody_reads() -> TextIO:
+    reader, writer = os.pipe()
+    os.close(reader)
+    return open(writer, "w", buffering=1, encoding="utf-8")  # by line, as stderr
 
 
 @pytest.fixture
@@ -69,6 +77,11 @@ def trace_file(tmp_path: Path) -> Path:
 BAD_ARGUMENTS = {
     "--layout nonesuch": "--layout nonesuch: unknown; known layouts are identity, cp_shared",
     "--layout identity --layout identity": "--layout identity: given twice",
+    "--layout-config {}": "--layout-config {}: needs exactly one --layout, got 2",
+    "--layout nonesuch --layout-config {}": "--layout nonesuch: unknown; known layouts are identity, cp_shared",
+    "--layout identity --layout-config {": "--layout-config must be JSON or @FILE with JSON, got '{': ",
+    '--layout cp_shared --layout-config {"a":1}': "--layout cp_shared: --layout-config: layout 'cp_shared' has no "
+    "setting 'a'; accepted: none",
     "--cp-size 0": "'--cp-size': 0 is not in the range 1<=x<=64",
     "--cp-size 65": "'--cp-size': 65 is not in the range 1<=x<=64",
     "--cp-size two": "'--cp-size': 'two' is not a valid integer",
@@ -282,15 +295,66 @@ def test_a_failed_run_exits_with_1_and_one_line(
     assert capsys.readouterr().err == "kvlayouts: error: rank 3 ended with status 9\n"
 
 
-def test_an_interrupted_run_exits_with_130(
+@pytest.mark.parametrize(
+    ("interrupt", "status", "words"),
+    [
+        (KeyboardInterrupt(), 130, "interrupted"),
+        (Terminated(signal.SIGTERM), 143, "ended by SIGTERM"),
+        (Terminated(signal.SIGHUP), 129, "ended by SIGHUP"),
+    ],
+    ids=["Ctrl-C", "SIGTERM", "SIGHUP"],
+)
+def test_an_interrupted_run_exits_with_128_and_the_number_of_the_signal(
+    interrupt: KeyboardInterrupt,
+    status: int,
+    words: str,
+    trace_file: Path,
+    driver: _Driver,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    driver.error = interrupt
+    assert command.main(["replay", str(trace_file)]) == status
+    assert capsys.readouterr().err.strip() == f"kvlayouts: error: {words}"
+    monkeypatch.setattr(sys, "stderr", _pipe_that_nobody_reads())  # a terminal that closed can show nothing
+    assert command.main(["replay", str(trace_file)]) == status
+
+
+@pytest.mark.parametrize("arguments", ["explain --tokens 64", "plan --kv-bytes-per-token 64", "--help", "plan --help"])
+def test_a_pipe_that_nobody_reads_any_more_ends_a_command_with_141_and_no_word(
+    arguments: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipe = _pipe_that_nobody_reads()
+    monkeypatch.setattr(sys, "stdout", pipe)
+    assert command.main(arguments.split()) == 141
+    assert "error" not in capsys.readouterr().err
+    sys.stdout.flush()  # as the interpreter does at its end, which complains if that fails
+
+
+def test_a_command_whose_table_nobody_reads_writes_its_files_all_the_same(
+    trace_file: Path, driver: _Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert driver.config is None
+    out = trace_file.with_suffix(".json")
+    monkeypatch.setattr(sys, "stdout", _pipe_that_nobody_reads())
+    assert command.main(["replay", str(trace_file), "--json", str(out)]) == 141
+    assert list(json.loads(out.read_text(encoding="utf-8"))["layouts"]) == ["identity", "cp_shared"]
+
+
+def test_progress_that_nobody_reads_any_more_ends_the_run(
     trace_file: Path, driver: _Driver, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupt(*_: object) -> dict[str, LayoutResult]:
-        raise KeyboardInterrupt
+    monkeypatch.setattr(sys, "stderr", _pipe_that_nobody_reads())
+    assert command.main(["replay", str(trace_file)]) == 141
+    assert capsys.readouterr().out == ""
+    assert driver.config is not None
+    sys.stderr.flush()
 
-    monkeypatch.setattr(driver, "run_replay", interrupt)
-    assert command.main(["replay", str(trace_file)]) == 130
-    assert capsys.readouterr().err.strip() == "kvlayouts: error: interrupted"
+
+def test_bad_input_exits_with_2_also_where_nobody_reads_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", _pipe_that_nobody_reads())
+    assert command.main(["replay", "--cp-size", "0"]) == 2
+    sys.stderr.flush()
 
 
 def test_a_target_that_cannot_be_written_after_all_exits_with_1_after_the_table(

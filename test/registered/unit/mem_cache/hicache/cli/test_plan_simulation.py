@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
 import pytest
-from _fork_server import forking_context_for_tests
 from _replays import make_trace, small_config, write_trace
 from sglang.test.ci.ci_register import register_cpu_ci
 
@@ -161,8 +160,8 @@ def test_the_random_cases_reach_every_policy_order_and_tier(tmp_path: Path) -> N
 
 @pytest.mark.processes
 @pytest.mark.timeout(180)
+@pytest.mark.usefixtures("fork_server")
 def test_the_simulation_agrees_with_a_replay_on_real_ranks_for_both_layouts(tmp_path: Path) -> None:
-    forking_context_for_tests()
     config = small_config(cp_size=3, verify="off")
     trace = make_trace(tmp_path, requests=60, block_tokens=config.block_tokens)
     replayed = run_replay(config, trace, lambda *_: None)

@@ -9,11 +9,11 @@ from multiprocessing.context import ForkServerProcess
 from typing import TYPE_CHECKING
 
 import pytest
-from _fork_server import forking_context_for_tests
 from _rank_jobs import Vanishes, Waits, Warns
 from _replays import rank_processes
 from sglang.test.ci.ci_register import register_cpu_ci
 
+from sglang.srt.mem_cache.hicache.cli.endings import Terminated
 from sglang.srt.mem_cache.hicache.cli.ranks import processes
 from sglang.srt.mem_cache.hicache.cli.ranks.messages import RankError
 from sglang.srt.mem_cache.hicache.cli.ranks.processes import run_job
@@ -22,19 +22,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 register_cpu_ci(est_time=30, suite="base-a-test-cpu")
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _fork_server() -> None:
-    forking_context_for_tests()
-
-
-@pytest.fixture(autouse=True)
-def _no_rank_outlives_a_failed_test() -> Iterator[None]:
-    yield
-    for process in rank_processes():
-        process.kill()
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.timeout(180),
+    pytest.mark.usefixtures("fork_server", "ranks_end_with_the_test"),
+]
 
 
 @pytest.fixture
@@ -95,21 +87,26 @@ def test_a_stopped_rank_that_nobody_waits_for_is_noticed_by_its_silence(monkeypa
 
 
 @pytest.mark.parametrize("ignored", [False, True], ids=["heard", "nohup"])
-def test_a_terminal_that_closes_ends_the_ranks_as_an_interrupt_does_unless_that_is_ignored(ignored: bool) -> None:
-    found: list[object] = []
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP], ids=lambda signum: signum.name)
+def test_termination_and_a_terminal_that_closes_end_the_ranks_as_an_interrupt_does_unless_ignored(
+    number: signal.Signals, ignored: bool
+) -> None:
+    class NotHeard(Exception):
+        pass
 
-    def close_terminal(label: str, done: int) -> None:
-        found.append(signal.getsignal(signal.SIGHUP))
-        raise KeyboardInterrupt
+    def send(label: str, done: int) -> None:
+        os.kill(os.getpid(), number)
+        raise NotHeard
 
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
+    before = signal.signal(number, signal.SIG_IGN if ignored else signal.SIG_DFL)
     try:
-        with pytest.raises(KeyboardInterrupt):
-            run_job(Waits(), ranks=2, on_progress=close_terminal)
-        assert found == [signal.SIG_IGN if ignored else signal.default_int_handler]
-        assert signal.getsignal(signal.SIGHUP) is (signal.SIG_IGN if ignored else signal.SIG_DFL)
+        with pytest.raises(NotHeard if ignored else KeyboardInterrupt) as raised:
+            run_job(Waits(), ranks=2, on_progress=send)
+        assert isinstance(raised.value, Terminated) is not ignored
+        assert getattr(raised.value, "number", number) == number
+        assert signal.getsignal(number) is (signal.SIG_IGN if ignored else signal.SIG_DFL)
     finally:
-        signal.signal(signal.SIGHUP, before)
+        signal.signal(number, before)
     assert rank_processes() == []
 
 

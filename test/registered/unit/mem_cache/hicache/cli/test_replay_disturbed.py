@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from _fork_server import forking_context_for_tests
 from _replays import conversations, make_trace, rank_processes, small_config, without_progress, write_trace
 from sglang.test.ci.ci_register import register_cpu_ci
 
@@ -20,22 +19,14 @@ from sglang.srt.mem_cache.hicache.cli.replay.config import ReplayError
 from sglang.srt.mem_cache.hicache.cli.replay.driver import run_replay
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
 register_cpu_ci(est_time=90, suite="base-a-test-cpu")
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _fork_server() -> None:
-    forking_context_for_tests()
-
-
-@pytest.fixture(autouse=True)
-def _no_rank_outlives_a_failed_test() -> Iterator[None]:
-    yield
-    for process in rank_processes():
-        process.kill()
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.timeout(180),
+    pytest.mark.usefixtures("fork_server", "ranks_end_with_the_test"),
+]
 
 
 @pytest.mark.parametrize("victim", [0, 1, 2])

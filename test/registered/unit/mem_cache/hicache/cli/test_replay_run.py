@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from _fork_server import forking_context_for_tests
 from _replays import (
     FAULTY_LAYOUTS,
     conversations,
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.hicache.cli.replay.trace import Trace
 
 register_cpu_ci(est_time=90, suite="base-a-test-cpu")
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(180), pytest.mark.usefixtures("fork_server")]
 
 BOTH = ("identity", "cp_shared")
 REQUESTS = 60
@@ -58,11 +57,6 @@ ISSUE_KEYS = {
     "mismatched_tokens",
     "seconds",
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _fork_server() -> None:
-    forking_context_for_tests()
 
 
 def _dsa_config(**options: Any) -> ReplayConfig:  # noqa: ANN401  # fields of ReplayConfig
@@ -207,6 +201,20 @@ def test_a_load_that_misplaces_or_forgets_pages_is_seen_and_exits_with_1(
     assert found["mismatched_tokens"] % 16 == 0
     assert found["digests_equal"]
     assert f"FAILED: {layout}: " in capsys.readouterr().out.splitlines()[-1]
+
+
+@pytest.mark.usefixtures("faulty_layouts")
+@pytest.mark.parametrize(("told", "status"), [("true", 1), ("false", 0)])
+def test_the_settings_of_a_strategy_reach_its_ranks_and_the_command_that_repeats_the_run(
+    told: str, status: int, tmp_path: Path
+) -> None:
+    out, settings = tmp_path / "out.json", f'{{"forgets": {told}}}'
+    chosen = ("--layout", "forgets_if_told", "--layout-config", settings)
+    assert _run_command(tmp_path, *chosen, "--json", str(out)) == status
+    document = json.loads(out.read_text(encoding="utf-8"))
+    assert (document["layouts"]["forgets_if_told"]["mismatched_tokens"] > 0) == bool(status)
+    assert document["config"]["layout_options"] == json.loads(settings)
+    assert f"--layout forgets_if_told --layout-config '{settings}' " in document["command"]
 
 
 @pytest.mark.usefixtures("faulty_layouts")

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
 
 import pytest
 from _caches import CacheSpec, CacheTestCase
-from _fork_server import forking_context_for_tests
 from _groups import Group
 from _replays import FAULTY_LAYOUTS, rank_processes
 from sglang.test.ci.ci_register import register_cpu_ci
@@ -25,14 +25,9 @@ from sglang.srt.mem_cache.hicache.cli.soak.rank import SoakRank
 from sglang.srt.mem_cache.layouts import PoolKind
 
 register_cpu_ci(est_time=60, suite="base-a-test-cpu")
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(180), pytest.mark.usefixtures("fork_server")]
 
 CONFIG = SoakConfig(ranks=2, events=4000, check_every=500, seed=3)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _fork_server() -> None:
-    forking_context_for_tests()
 
 
 @pytest.mark.parametrize(
@@ -72,16 +67,20 @@ def test_faults_that_are_not_asked_for_are_not_injected(tmp_path: Path) -> None:
     assert found["violations"] == 0
 
 
-@pytest.mark.parametrize("layout", ["swaps_pages", "forgets_a_page"])
+@pytest.mark.parametrize(
+    "chosen",
+    ["swaps_pages", "forgets_a_page", "forgets_if_told --layout-config '{\"forgets\": true}'"],
+    ids=lambda chosen: chosen.split()[0],
+)
 def test_a_layout_that_copies_wrongly_is_a_violation_and_says_how_to_repeat_it(
-    layout: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    chosen: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.syspath_prepend(str(FAULTY_LAYOUTS))
-    arguments = ["--ranks", "2", "--events", "20000", "--check-every", "500", "--layout", layout, "--seed", "3"]
-    assert command.main(["soak", *arguments]) == 1
+    arguments = f"--ranks 2 --events 20000 --check-every 500 --layout {chosen} --seed 3"
+    assert command.main(["soak", *shlex.split(arguments)]) == 1
     shown = capsys.readouterr().out
     assert "wrong bytes" in shown
-    assert f"again with: kvlayouts soak --ranks 2 --layout {layout}" in shown
+    assert f"again with: kvlayouts soak --ranks 2 --layout {chosen} --pool mla" in " ".join(shown.split())
 
 
 def test_a_rank_that_raises_is_named_with_the_event_and_the_command_that_leads_to_it(
@@ -114,10 +113,13 @@ def test_ranks_that_place_pages_differently_fail_or_disagree(monkeypatch: pytest
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ("--faults delay,thunder", "--faults thunder: must be among delay,"),
+        ("--faults delay,thunder", "--faults thunder: must be none, or among delay,"),
+        ("--faults none,delay", "--faults none: must be none, or among delay,"),
         ("--faults delay,abort,delay", "--faults delay: given twice; each kind is named once"),
         ("--minutes 0", "--minutes 0: must be above 0"),
         ("--minutes 1 --events 5", "--minutes 1: must not be given together with --events 5"),
+        ("--layout-config {", "--layout-config must be JSON or @FILE with JSON, got '{': "),
+        ('--layout-config {"a":1}', "--layout cp_shared: --layout-config: layout 'cp_shared' has no setting 'a'"),
         ("--layout zigzag", "--layout zigzag: unknown; known layouts are identity, cp_shared"),
         ("--pool dsa --page-size 16", "--page-size 16: must be 64 with --pool dsa"),
         ("--json /nowhere/soak.json", "--json /nowhere/soak.json: directory /nowhere does not exist"),

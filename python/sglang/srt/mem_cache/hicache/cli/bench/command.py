@@ -15,6 +15,9 @@ from sglang.srt.mem_cache.hicache.cli.replay import config as options
 from sglang.srt.mem_cache.hicache.cli.replay.trace import DEFAULT_TRACE, read_trace
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from sglang.srt.mem_cache.hicache.cli.bench.figures import Figure
     from sglang.srt.mem_cache.hicache.cli.replay.trace import Trace
 
 EXIT_MISSED = 1
@@ -44,14 +47,24 @@ def _first_requests(config: BenchConfig) -> Trace:
 
 
 def _run(config: BenchConfig, trace: Trace, json_path: Path | None) -> int:
-    from sglang.srt.mem_cache.hicache.cli.bench.report import print_figures, to_json
+    from sglang.srt.mem_cache.hicache.cli.bench.report import print_figures
     from sglang.srt.mem_cache.hicache.cli.bench.run import run_benches
     from sglang.srt.mem_cache.hicache.cli.replay.progress import show_progress
 
     with show_progress(Console(stderr=True, force_terminal=sys.stderr.isatty()), unit="steps") as on_step:
         figures = run_benches(config, trace, on_step)
     terminal = sys.stdout.isatty()
-    print_figures(Console(force_terminal=terminal, width=None if terminal else PLAIN_WIDTH), figures)
+    try:
+        print_figures(Console(force_terminal=terminal, width=None if terminal else PLAIN_WIDTH), figures)
+    finally:  # also where nobody reads the table
+        _write(config, trace, figures, json_path)
+    return EXIT_MISSED if any(figure.passed is False for figure in figures) else 0
+
+
+def _write(config: BenchConfig, trace: Trace, figures: Sequence[Figure], json_path: Path | None) -> None:
+    """Raises `ReplayInputError` where the file could not be written after all."""
+    from sglang.srt.mem_cache.hicache.cli.bench.report import to_json
+
     if json_path is not None:
         try:
             text = json.dumps(to_json(config, trace.name, figures), indent=2, allow_nan=False)
@@ -60,4 +73,3 @@ def _run(config: BenchConfig, trace: Trace, json_path: Path | None) -> int:
             raise options.ReplayInputError(
                 f"--json {json_path}: cannot be written: {error.strerror or error}"
             ) from error
-    return EXIT_MISSED if any(figure.passed is False for figure in figures) else 0

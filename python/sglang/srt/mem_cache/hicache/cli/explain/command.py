@@ -95,12 +95,20 @@ def _check_outputs(svg_path: Path | None, json_path: Path | None) -> None:
 
 
 def _show(story: NodeStory, svg_path: Path | None, json_path: Path | None) -> None:
-    """Print the picture, then write the files. Raises `ReplayError` where a file could not be written after all."""
-    from sglang.srt.mem_cache.hicache.cli.explain.picture import to_svg
-    from sglang.srt.mem_cache.hicache.cli.explain.story import to_json
+    """Print the picture, then write the files, also where nobody reads the picture."""
     from sglang.srt.mem_cache.hicache.cli.explain.terminal import print_story
 
-    print_story(Console(force_terminal=sys.stdout.isatty()), story)
+    try:
+        print_story(Console(force_terminal=sys.stdout.isatty()), story)
+    finally:
+        _write(story, svg_path, json_path)
+
+
+def _write(story: NodeStory, svg_path: Path | None, json_path: Path | None) -> None:
+    """Raises `ReplayError` where a file could not be written after all."""
+    from sglang.srt.mem_cache.hicache.cli.explain.picture import to_svg
+    from sglang.srt.mem_cache.hicache.cli.explain.story import to_json
+
     try:
         if svg_path is not None:
             svg_path.write_text(to_svg(story), encoding="utf-8")

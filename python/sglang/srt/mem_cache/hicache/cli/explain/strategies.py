@@ -10,7 +10,7 @@ from sglang.srt.mem_cache.layouts.config import LayoutConfig
 from sglang.srt.mem_cache.layouts.registry import create_layout, known_layouts
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from sglang.srt.mem_cache.layouts.registry import AnyKVLayoutStrategy
 
@@ -28,6 +28,14 @@ def read_layout_options(name: str, text: str) -> Mapping[str, object]:
     except ValueError as error:
         raise ReplayInputError(in_own_words(error)) from error
     return choice.options if choice is not None else {}
+
+
+def read_options_of_one(layouts: Sequence[str], text: str) -> Mapping[str, object]:
+    """The same for a command that takes several strategies. Raises `ReplayInputError` unless exactly one is given."""
+    if len(layouts) != 1:
+        raise ReplayInputError(f"--layout-config {text}: needs exactly one --layout, got {len(layouts)}")
+    check_known(layouts[0])
+    return read_layout_options(layouts[0], text)
 
 
 def create_rank(

@@ -207,15 +207,11 @@ def _geometry(
 
 
 def _layout_options(layouts: tuple[str, ...], layout_config: str | None) -> Mapping[str, object]:
-    from sglang.srt.mem_cache.hicache.cli.explain.strategies import check_known, read_layout_options
+    from sglang.srt.mem_cache.hicache.cli.explain.strategies import check_known, read_options_of_one
 
     for name in layouts:
         check_known(name)
-    if layout_config is None:
-        return {}
-    if len(layouts) != 1:
-        raise ReplayInputError(f"--layout-config {layout_config}: needs exactly one --layout, got {len(layouts)}")
-    return read_layout_options(layouts[0], layout_config)
+    return {} if layout_config is None else read_options_of_one(layouts, layout_config)
 
 
 def _host_pages(
@@ -257,11 +253,19 @@ def _run(config: PlanConfig, trace: Trace, sweep_points: int, device_gb: float |
 
 
 def _show(config: PlanConfig, trace: Trace, result: Plan, json_path: Path | None, plot_path: Path | None) -> None:
-    """Print the table, then write the files. Raises `ReplayError` where a file could not be written after all."""
+    """Print the table, then write the files, also where nobody reads the table."""
     from sglang.srt.mem_cache.hicache.cli.plan.report import print_plan
+
+    try:
+        print_plan(Console(force_terminal=sys.stdout.isatty()), config, trace, result)
+    finally:
+        _write(config, trace, result, json_path, plot_path)
+
+
+def _write(config: PlanConfig, trace: Trace, result: Plan, json_path: Path | None, plot_path: Path | None) -> None:
+    """Raises `ReplayError` where a file could not be written after all."""
     from sglang.srt.mem_cache.hicache.cli.plan.results import to_json
 
-    print_plan(Console(force_terminal=sys.stdout.isatty()), config, trace, result)
     try:
         if json_path is not None:
             text = json.dumps(to_json(config, trace, result), indent=2, allow_nan=False)

@@ -20,6 +20,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from sglang.srt.mem_cache.hicache.cli.endings import raise_terminated
 from sglang.srt.mem_cache.hicache.cli.ranks.launch import start_rank
 from sglang.srt.mem_cache.hicache.cli.ranks.messages import (
     Alive,
@@ -76,7 +77,7 @@ def run_job(
 def _termination_as_interrupt() -> Iterator[None]:
     """SIGTERM and a closed terminal end the ranks and remove their folder as Ctrl-C does, unless they are ignored.
 
-    Off the main thread they stay as they are.
+    They raise `Terminated`. Off the main thread they stay as they are.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -85,7 +86,7 @@ def _termination_as_interrupt() -> Iterator[None]:
     try:
         for number, handler in handlers.items():
             if handler is not signal.SIG_IGN:  # as under nohup
-                signal.signal(number, signal.default_int_handler)
+                signal.signal(number, raise_terminated)
         yield
     finally:
         for number, handler in handlers.items():

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
 PoolKind: TypeAlias = Literal["dsa", "mla", "mha"]
@@ -54,10 +55,12 @@ class ReplayConfig:
     """The options of one replay; picklable. Construction raises `ReplayInputError` for values that cannot run.
 
     `device_tokens` (a multiple of `page_size`) and `host_ratio` are per rank, so that layouts are compared at equal
-    memory per rank. `host_layout` is the byte order in host memory, not a layout strategy.
+    memory per rank. `layout_options` are the strategy's own settings. `host_layout` is the byte order in host memory,
+    no strategy.
     """
 
     layouts: tuple[str, ...]
+    layout_options: Mapping[str, object] = field(default_factory=dict)
     device_tokens: int
     cp_size: int = 4
     pool: PoolKind = "mla"

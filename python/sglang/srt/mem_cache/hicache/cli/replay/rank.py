@@ -53,7 +53,13 @@ class RankReplay:
     def __init__(self, config: ReplayConfig, layout_name: str, rank: int) -> None:
         self._config = config
         built = build_rank_cache(
-            LayoutConfig(name=layout_name, page_size=config.page_size, shard_size=config.cp_size, shard_rank=rank),
+            LayoutConfig(
+                name=layout_name,
+                page_size=config.page_size,
+                shard_size=config.cp_size,
+                shard_rank=rank,
+                options=config.layout_options,
+            ),
             geometry=GEOMETRIES[PoolKind(config.pool)],
             rank_tokens=config.device_tokens,
             settings=HiCacheSettings(

@@ -6,6 +6,7 @@ picture or a JSON file can only be made from a run whose hits and computed token
 
 from __future__ import annotations
 
+import json
 import shlex
 from collections import Counter
 from dataclasses import asdict, dataclass, fields
@@ -252,9 +253,11 @@ def rerun_command(config: ReplayConfig, trace: Trace) -> str:
     words = ["kvlayouts", "replay", *([] if trace.path is None else [str(trace.path)])]
     for name in config.layouts:
         words += ["--layout", name]
+    if config.layout_options:
+        words += ["--layout-config", json.dumps(dict(config.layout_options))]
     words += ["--requests", str(len(trace.requests))]
     for field in fields(config):
-        if field.name != "layouts":
+        if field.name not in ("layouts", "layout_options"):
             flag = OPTION_FLAGS.get(field.name, "--" + field.name.replace("_", "-"))
             words += [flag, str(getattr(config, field.name))]
     return shlex.join(words)

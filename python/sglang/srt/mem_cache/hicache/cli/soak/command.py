@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import get_args
+from typing import TYPE_CHECKING, get_args
 
 import click
 from rich.console import Console
@@ -13,6 +13,11 @@ from rich.console import Console
 from sglang.srt.mem_cache.hicache.cli.ranks.messages import RankError
 from sglang.srt.mem_cache.hicache.cli.replay import config as options
 from sglang.srt.mem_cache.hicache.cli.soak.config import FAULTS, SoakConfig
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from sglang.srt.mem_cache.hicache.cli.soak.config import SoakResult
 
 EXIT_VIOLATION = 1
 
@@ -22,6 +27,7 @@ EXIT_VIOLATION = 1
 @click.option("--minutes", type=float, show_default="5", help="How long to soak.")
 @click.option("--events", type=click.IntRange(min=1), help="End after N events instead.")
 @click.option("--layout", default="cp_shared", help="Layout strategy.")
+@click.option("--layout-config", metavar="JSON|@FILE", help="Settings of the strategy.")
 @click.option("--pool", type=click.Choice(get_args(options.PoolKind)), default="mla", help="KV pool of the model.")
 @click.option(
     "--page-size",
@@ -45,6 +51,7 @@ def soak(
     minutes: float | None,
     events: int | None,
     layout: str,
+    layout_config: str | None,
     pool: options.PoolKind,
     page_size: int | None,
     policy: options.WritePolicy,
@@ -67,6 +74,7 @@ def soak(
         minutes=5.0 if minutes is None else minutes,
         events=events,
         layout=layout,
+        layout_options=_layout_options(layout, layout_config),
         pool=pool,
         page_size=page_size or (options.DSA_PAGE_SIZE_TOKENS if pool == "dsa" else 4),
         policy=policy,
@@ -80,31 +88,41 @@ def soak(
     return _run(config, json_path)
 
 
-def _check_layout(config: SoakConfig) -> None:
-    from sglang.srt.mem_cache.layouts.config import LayoutConfig
-    from sglang.srt.mem_cache.layouts.registry import create_layout, known_layouts
+def _layout_options(layout: str, layout_config: str | None) -> Mapping[str, object]:
+    if layout_config is None:
+        return {}
+    from sglang.srt.mem_cache.hicache.cli.explain.strategies import read_options_of_one
 
-    if config.layout not in known_layouts():
-        raise options.ReplayInputError(
-            f"--layout {config.layout}: unknown; known layouts are {', '.join(known_layouts())}"
-        )
-    try:
-        create_layout(LayoutConfig(name=config.layout, page_size=config.page_size, shard_size=config.ranks))
-    except ValueError as error:
-        raise options.ReplayInputError(f"--layout {config.layout}: {error}") from error
+    return read_options_of_one([layout], layout_config)
+
+
+def _check_layout(config: SoakConfig) -> None:
+    from sglang.srt.mem_cache.hicache.cli.explain.strategies import check_known, create_rank
+
+    check_known(config.layout)
+    create_rank(config.layout, page_size=config.page_size, ranks=config.ranks, rank=0, options=config.layout_options)
 
 
 def _run(config: SoakConfig, json_path: Path | None) -> int:
     from sglang.srt.mem_cache.hicache.cli.replay.progress import show_progress
     from sglang.srt.mem_cache.hicache.cli.soak.driver import run_soak
-    from sglang.srt.mem_cache.hicache.cli.soak.report import print_soak, soak_json
+    from sglang.srt.mem_cache.hicache.cli.soak.report import print_soak
 
     with show_progress(Console(stderr=True, force_terminal=sys.stderr.isatty()), unit="%") as on_progress:
         result = run_soak(config, on_progress)
-    print_soak(Console(force_terminal=sys.stdout.isatty()), config, result)
+    try:
+        print_soak(Console(force_terminal=sys.stdout.isatty()), config, result)
+    finally:  # also where nobody reads the table
+        _write(config, result, json_path)
+    return 0 if result.passed else EXIT_VIOLATION
+
+
+def _write(config: SoakConfig, result: SoakResult, json_path: Path | None) -> None:
+    """Raises `RankError` where the file could not be written after all."""
+    from sglang.srt.mem_cache.hicache.cli.soak.report import soak_json
+
     if json_path is not None:
         try:
             json_path.write_text(json.dumps(soak_json(config, result), indent=2) + "\n", encoding="utf-8")
         except OSError as error:
             raise RankError(f"--json {json_path}: cannot be written: {error.strerror or error}") from error
-    return 0 if result.passed else EXIT_VIOLATION

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+import shlex
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from sglang.srt.mem_cache.hicache.cli.replay.config import (
@@ -48,6 +50,7 @@ class SoakConfig:
     minutes: float = 5.0
     events: int | None = None
     layout: str = "cp_shared"
+    layout_options: Mapping[str, object] = field(default_factory=dict)
     pool: PoolKind = "mla"
     page_size: int = 4
     logical_pages: int = 96
@@ -70,7 +73,7 @@ class SoakConfig:
         check_pool_page_size(self.pool, self.page_size)
         for fault in self.faults:
             if fault not in FAULTS:
-                raise ReplayInputError(f"--faults {fault}: must be among {','.join(FAULTS)}")
+                raise ReplayInputError(f"--faults {fault}: must be none, or among {','.join(FAULTS)}")
             if self.faults.count(fault) > 1:
                 raise ReplayInputError(f"--faults {fault}: given twice; each kind is named once")
 
@@ -116,9 +119,12 @@ class SoakResult:
 
 def repeat_command(config: SoakConfig, events: int) -> str:
     """The command that leads to the same events on every rank. Naps aside, nothing in a soak depends on time."""
-    return (
-        f"kvlayouts soak --ranks {config.ranks} --layout {config.layout} --pool {config.pool} "
-        f"--page-size {config.page_size} --policy {config.policy} --eviction-policy {config.eviction_policy} "
-        f"--host-mem-layout {config.host_layout} --faults {','.join(config.faults) or 'none'} "
-        f"--check-every {config.check_every} --seed {config.seed} --events {max(1, events)}"
+    layout_config = ["--layout-config", json.dumps(dict(config.layout_options))] if config.layout_options else []
+    words = (
+        *("kvlayouts", "soak", "--ranks", config.ranks, "--layout", config.layout, *layout_config),
+        *("--pool", config.pool, "--page-size", config.page_size, "--policy", config.policy),
+        *("--eviction-policy", config.eviction_policy, "--host-mem-layout", config.host_layout),
+        *("--faults", ",".join(config.faults) or "none", "--check-every", config.check_every),
+        *("--seed", config.seed, "--events", max(1, events)),
     )
+    return shlex.join(map(str, words))

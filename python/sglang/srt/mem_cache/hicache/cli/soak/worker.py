@@ -120,7 +120,13 @@ class _Soak:
 
 
 def _build(config: SoakConfig, rank: int) -> tuple[HiRadixCache[Any], KVContent]:
-    choice = LayoutConfig(name=config.layout, page_size=config.page_size, shard_size=config.ranks, shard_rank=rank)
+    choice = LayoutConfig(
+        name=config.layout,
+        page_size=config.page_size,
+        shard_size=config.ranks,
+        shard_rank=rank,
+        options=config.layout_options,
+    )
     rank_pages = max(1, config.logical_pages // create_layout(choice).lane_count)
     built = build_rank_cache(
         choice,

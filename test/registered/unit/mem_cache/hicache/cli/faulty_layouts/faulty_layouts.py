@@ -15,6 +15,7 @@ from sglang.srt.mem_cache.layouts.plans import CopyPlan, LoadPlan
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from sglang.srt.mem_cache.layouts.config import LayoutConfig
     from sglang.srt.mem_cache.layouts.pages import LaneArray, PageArray
     from sglang.srt.mem_cache.layouts.plans import BackupPlan
 
@@ -41,6 +42,23 @@ class ForgetsAPage(CpSharedLayout):
         if self.lane:
             return plan
         return _loading(plan, plan.copies.host_pages()[:-1], plan.copies.device_pages()[:-1])
+
+
+class ForgetsIfTold(ForgetsAPage):
+    """The same if its setting `forgets` says so."""
+
+    name = "forgets_if_told"
+    told = False
+
+    @classmethod
+    def from_config(cls, config: LayoutConfig) -> ForgetsIfTold:
+        config.refuse_unknown_options("forgets")
+        layout = cls(page_size=config.page_size, cp_size=config.shard_size, cp_rank=config.shard_rank)
+        layout.told = config.options.get("forgets") is True
+        return layout
+
+    def plan_load(self, parts: Sequence[CpHiCacheNodeMetadata], slot_pages: PageArray) -> LoadPlan:
+        return super().plan_load(parts, slot_pages) if self.told else CpSharedLayout.plan_load(self, parts, slot_pages)
 
 
 class DealsByRank(CpSharedLayout):

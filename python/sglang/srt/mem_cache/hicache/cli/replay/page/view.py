@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 from dataclasses import dataclass
@@ -173,6 +174,7 @@ def settings(config: ReplayConfig, trace: Trace) -> tuple[tuple[str, str], ...]:
         ("Prompt tokens", f"{count(trace.prompt_tokens)}, the longest prompt {count(trace.longest_prompt_tokens)}"),
         ("Tokens a trace block", count(trace.block_tokens)),
         ("Layout strategies", ", ".join(config.layouts)),
+        *((f"Setting {name}", json.dumps(value)) for name, value in config.layout_options.items()),
         ("Ranks", count(config.cp_size)),
         ("KV pool", config.pool),
         ("Tokens a page", count(config.page_size)),

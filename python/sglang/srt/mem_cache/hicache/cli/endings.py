@@ -1,0 +1,56 @@
+"""Commands that end before their time: by a signal, or because nobody reads any more what they write.
+
+Their exit status is that of a program that the signal itself ended: 128 and its number.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from contextlib import suppress
+from typing import TYPE_CHECKING, Final, NoReturn, TypeVar
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+ErrorT = TypeVar("ErrorT", bound=BaseException)
+
+EXIT_READER_GONE: Final = 128 + signal.SIGPIPE
+
+
+class Terminated(KeyboardInterrupt):
+    """The signal `number` is to end the command as Ctrl-C does: ranks are ended and folders removed first."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"ended by {signal.Signals(number).name}")
+        self.number = number
+
+
+def raise_terminated(number: int, _frame: FrameType | None) -> NoReturn:
+    """A handler of signals. Raises `Terminated`."""
+    raise Terminated(number)
+
+
+def interrupt_status(interrupt: KeyboardInterrupt | None) -> int:
+    """The exit status after an interrupt: 130 after Ctrl-C."""
+    return 128 + (interrupt.number if isinstance(interrupt, Terminated) else signal.SIGINT)
+
+
+def behind(error: BaseException | None, kind: type[ErrorT]) -> ErrorT | None:
+    """The error of that kind that led to `error`, itself included; None if there is none."""
+    while error is not None and not isinstance(error, kind):
+        error = error.__cause__ or error.__context__
+    return error
+
+
+def drop_unread_output() -> None:
+    """What could not be written is given to nobody, else the interpreter tries again at its end and complains."""
+    for stream in filter(None, (sys.stdout, sys.stderr)):  # None where it was closed from the start
+        try:
+            stream.flush()
+        except OSError:
+            with suppress(OSError):  # no file of the system
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nowhere, stream.fileno())
+                os.close(nowhere)
