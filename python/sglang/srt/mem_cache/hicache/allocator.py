@@ -24,7 +24,7 @@ from sglang.srt.mem_cache.layouts.pages import (
     whole_pages,
 )
 
-from .page_runs import PageLanes
+from .slot_pages import slot_pages
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -97,16 +97,16 @@ class CPSharedPagedTokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
 
     def room_pages(self) -> PageArray:
         """Free pages of each lane."""
-        return np.array(self._lanes.room(), dtype=np.int64)
+        return np.array(self._pages.room(), dtype=np.int64)
 
     def alloc_lanes(self, lanes: LaneArray) -> PageArray | None:
         """See `SlotAllocator.alloc_lanes`."""
-        return self._lanes.take(lanes)
+        return self._pages.take(lanes)
 
     def free_slot_pages(self, slot_pages: PageArray) -> None:
         """Give pages back. `LayoutInvariantError`, with nothing freed, if one is not in use or given twice."""
         if len(slot_pages):
-            self._lanes.give(slot_pages)
+            self._pages.give(slot_pages)
 
     def slots(self, slot_pages: PageArray) -> torch.Tensor:
         """Slots of `slot_pages`: int64, shape ``[pages * page_size]``, on the pool's device."""
@@ -116,18 +116,16 @@ class CPSharedPagedTokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
 
     def clear(self) -> None:
         """Everything is free again."""
-        first = self.lane_count
-        pages = np.arange(first, first + self.num_pages, dtype=np.int64)
-        self._lanes = PageLanes(self.layout.lanes_of(pages), lane_count=self.lane_count, first=first)
+        self._pages = slot_pages(self.layout, self.num_pages)
         self.free_group = None
 
     def available_size(self) -> int:
         """Free slots over all lanes. A given demand may still find one lane short: see `alloc_lanes`."""
-        return sum(self._lanes.room()) * self.page_size
+        return sum(self._pages.room()) * self.page_size
 
     def get_all_free_pages(self) -> torch.Tensor:
         """Free logical pages of all lanes: int64, CPU, shape ``[free pages]``."""
-        return torch.from_numpy(self._lanes.all_free())
+        return torch.from_numpy(self._pages.all_free())
 
     def merge_and_sort_free(self) -> None:
         """Lanes join what was returned at once; nothing to do."""

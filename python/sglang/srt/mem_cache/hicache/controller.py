@@ -18,7 +18,7 @@ from sglang.srt.managers.cache_controller import HiCacheController as SGLangHiCa
 from sglang.srt.mem_cache.hicache_storage import PoolName
 
 from sglang.srt.mem_cache.layouts.errors import LayoutInvariantError
-from sglang.srt.mem_cache.layouts.plans import CopyPlan, LoadPlan
+from sglang.srt.mem_cache.layouts.plans import BackupPlan, CopyPlan, LoadPlan
 from sglang.srt.mem_cache.layouts.protocol import KVLayoutStrategy, MetadataT
 
 from .host_ledger import HostLedger
@@ -45,10 +45,10 @@ if TYPE_CHECKING:
 class HostShortfall:
     """A backup that was not admitted. Nothing was changed, on any rank.
 
-    `demand_pages` is what it needs in each lane, `missing_pages` what must be freed first.
+    `missing_pages` must be freed in each lane before `plan` can be written.
     """
 
-    demand_pages: tuple[int, ...]
+    plan: BackupPlan
     missing_pages: tuple[int, ...]
 
 
@@ -113,11 +113,12 @@ class HiCacheController(SGLangHiCacheController, Generic[MetadataT]):
         Returns the node's metadata, with exactly one ack for `node_id` queued on every rank, also where the
         rank owns nothing; or a `HostShortfall`, with nothing changed.
         """
-        plan = self.layout.plan_backup(slot_pages)
+        return self.write_plan(self.layout.plan_backup(slot_pages), node_id=node_id)
+
+    def write_plan(self, plan: BackupPlan, *, node_id: int) -> MetadataT | HostShortfall:
+        """`write` for a node whose plan is made: one that was not admitted before."""
         if not self.ledger.admits(plan.demand_pages):
-            return HostShortfall(
-                demand_pages=plan.demand_pages, missing_pages=self.ledger.missing_pages(plan.demand_pages)
-            )
+            return HostShortfall(plan=plan, missing_pages=self.ledger.missing_pages(plan.demand_pages))
         host_pages = self._alloc_host(plan.owned_pages)
         self.ledger.take(plan.demand_pages)
         self._check_ledger()

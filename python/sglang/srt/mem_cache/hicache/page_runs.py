@@ -6,20 +6,25 @@ join the free runs beside them::
 
     free     0 1 2 . . 5 6 . . . 10 11 12 13        take(2) -> 5 6       take(5) -> 10 11 12 13, 0
 
+Pages may have *owners in turn*, page p the owner ``p % turn``. A request then says whose page comes first, and what
+lies in a run before that page stays free::
+
+    turn 3   0 1 2 . . 5 6 . . . 10 11 12 13        take(2, owner=1) -> 10 11       take(2, owner=2) -> 5 6
+
 Which run is taken depends on nothing but the calls made, so mirrored lists stay equal on all ranks. Runs of equal
-length are stacks; finding a length is a search among the lengths that occur, of which there are at most
-``sqrt(2 * pages)``. So a call costs O(runs touched * log n), and numpy work for the pages.
+length, and of the same first owner, are stacks; finding one is a search among the lengths that occur, of which there
+are at most ``sqrt(2 * pages)``, and up to ``turn ** 2`` steps from there. So a call costs O(runs touched * log n), and
+numpy work for the pages.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from operator import eq, gt
-from typing import TYPE_CHECKING, NoReturn
+from operator import eq
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from sglang.srt.mem_cache.layouts.config import check_range
 from sglang.srt.mem_cache.layouts.errors import LayoutInvariantError
 from sglang.srt.mem_cache.layouts.pages import NO_PAGES, LaneArray, PageArray
 
@@ -63,43 +68,64 @@ def pages_by_lane(lanes: LaneArray, lane_count: int) -> PageArray:
 class PageRuns:
     """The free ones of pages ``first .. first + pages - 1``; all are free at first."""
 
-    def __init__(self, pages: int, first: int = 0) -> None:
+    def __init__(self, pages: int, first: int = 0, *, turn: int = 1) -> None:
         self.free = 0
+        self._turn = turn
         self._length_at: dict[int, int] = {}  # first page of each run -> its pages
         self._start_before: dict[int, int] = {}  # page behind each run -> its first page
-        self._starts_of: dict[int, dict[int, None]] = {}  # length -> runs of that length, latest last
-        self._lengths: list[int] = []  # keys of `_starts_of`, ascending
+        self._starts_of: dict[int, dict[int, None]] = {}  # key -> first pages of its runs, latest last
+        self._keys: list[int] = []  # ``length * turn + first owner`` of the runs, ascending
         if pages:
             self.give(first, pages)
 
-    def take(self, pages: int) -> list[tuple[int, int]]:
-        """`pages` pages that were free, as runs: first page and length.
+    def take(self, pages: int, owner: int = 0) -> list[tuple[int, int]]:
+        """`pages` pages that were free, the first one of `owner` and so on in turn, as runs: first page and length.
 
-        `LayoutInvariantError`, with nothing taken, if there are not as many.
+        `LayoutInvariantError`, with nothing taken, if there are not as many, and with some taken if an owner is short:
+        with several, the caller counts what each of them has.
         """
         if not 0 <= pages <= self.free:
             raise LayoutInvariantError(f"{pages} pages were asked for, {self.free} are free")
-        self.free -= pages
         runs = []
-        lengths = self._lengths
         while pages:
-            at = bisect_left(lengths, pages)
-            if at == len(lengths):
-                at -= 1  # none is long enough: the longest
-            length = lengths[at]
-            starts = self._starts_of[length]
-            start, _ = starts.popitem()
-            if not starts:
-                del self._starts_of[length], lengths[at]
-            del self._length_at[start]
-            if pages < length:
-                self._keep(start + pages, length - pages)
-                runs.append((start, pages))
-                return runs
-            del self._start_before[start + length]
-            runs.append((start, length))
-            pages -= length
+            index, skipped = self._choose(pages, owner)
+            start, length = self._pop(index)
+            taken = min(pages, length - skipped)
+            if skipped:
+                self._keep(start, skipped)
+            if skipped + taken < length:
+                self._keep(start + skipped + taken, length - skipped - taken)
+            else:
+                del self._start_before[start + length]
+            runs.append((start + skipped, taken))
+            self.free -= taken
+            pages -= taken
+            owner = (owner + taken) % self._turn
         return runs
+
+    def _choose(self, pages: int, owner: int) -> tuple[int, int]:
+        """Where the key of the best run is, and how many of its pages come before the first one of `owner`."""
+        keys, turn = self._keys, self._turn
+        for index in range(bisect_left(keys, pages * turn), len(keys)):
+            length, first_owner = divmod(keys[index], turn)
+            skipped = (owner - first_owner) % turn
+            if skipped + pages <= length:
+                return index, skipped
+        for index in range(len(keys) - 1, -1, -1):  # none is long enough: the longest
+            length, first_owner = divmod(keys[index], turn)
+            skipped = (owner - first_owner) % turn
+            if skipped < length:
+                return index, skipped
+        raise LayoutInvariantError(f"owner {owner} of {turn} has no free page")
+
+    def _pop(self, index: int) -> tuple[int, int]:
+        """First page and length of the latest run of that key. What is known about the page behind it stays."""
+        key = self._keys[index]
+        starts = self._starts_of[key]
+        start, _ = starts.popitem()
+        if not starts:
+            del self._starts_of[key], self._keys[index]
+        return start, self._length_at.pop(start)
 
     def runs(self) -> list[tuple[int, int]]:
         """Every free run, ascending: first page and length."""
@@ -122,80 +148,17 @@ class PageRuns:
         """Record a run, in place of what was known about its first page and of the page behind it."""
         self._length_at[start] = length
         self._start_before[start + length] = start
-        if length in self._starts_of:
-            self._starts_of[length][start] = None
+        key = length * self._turn + start % self._turn
+        if key in self._starts_of:
+            self._starts_of[key][start] = None
         else:
-            self._starts_of[length] = {start: None}
-            insort(self._lengths, length)
+            self._starts_of[key] = {start: None}
+            insort(self._keys, key)
 
     def _unfile(self, start: int, length: int) -> None:
-        starts = self._starts_of[length]
+        key = length * self._turn + start % self._turn
+        starts = self._starts_of[key]
         if len(starts) > 1:
             del starts[start]
         else:
-            del self._starts_of[length], self._lengths[bisect_left(self._lengths, length)]
-
-
-class PageLanes:
-    """Free pages of several owners. A run is one of *rows*: of an owner's pages that follow each other.
-
-    Page ``first + n`` belongs to ``lanes[n]``, int16; `first` is at least 1. Inside, a page has a place: lane after
-    lane, in each lane the pages in order, and a gap behind, so that the last run of a lane never touches the first one
-    of the next.
-    """
-
-    def __init__(self, lanes: LaneArray, *, lane_count: int, first: int) -> None:
-        check_range("first", first, 1)
-        counts = np.bincount(lanes, minlength=lane_count)
-        self._stride = int(counts.max()) + 1
-        order = np.argsort(lanes, kind="stable")
-        starts = np.arange(lane_count) * self._stride
-        places = np.concatenate([np.arange(start, start + n) for start, n in zip(starts, counts, strict=True)])
-        self._page_at: PageArray = np.zeros(lane_count * self._stride, dtype=np.int64)
-        self._page_at[places] = first + order
-        self._place_of: PageArray = np.full(first + len(lanes), self._stride - 1, dtype=np.int64)  # a gap: never used
-        self._place_of[first + order] = places
-        self._used = np.zeros(first + len(lanes) + 1, dtype=np.bool_)  # by page; the first and the last one never are
-        self._free = [PageRuns(int(n), int(start)) for start, n in zip(starts, counts, strict=True)]
-
-    def room(self) -> list[int]:
-        """Free pages of each lane."""
-        return [runs.free for runs in self._free]
-
-    def take(self, lanes: LaneArray) -> PageArray | None:
-        """Pages in `lanes`, in that order, or None with nothing taken if a lane is short.
-
-        `LayoutInvariantError`, with nothing taken, if one of `lanes` does not exist.
-        """
-        needed = pages_by_lane(lanes, len(self._free)).tolist()
-        if any(map(gt, needed, self.room())):
-            return None
-        runs = [run for free, n in zip(self._free, needed, strict=True) if n for run in free.take(n)]
-        by_lane = np.concatenate([NO_PAGES, *[self._page_at[start : start + length] for start, length in runs]])
-        self._used[by_lane] = True
-        if len(self._free) == 1:
-            return by_lane
-        taken = np.empty_like(by_lane)
-        taken[lanes.argsort(kind="stable")] = by_lane
-        return taken
-
-    def give(self, pages: PageArray) -> None:
-        """Take pages back. `LayoutInvariantError`, with nothing changed, if one is not in use or comes twice."""
-        used = self._used.take(pages, mode="clip")  # a number that is no page finds the first or the last one
-        if np.count_nonzero(used) != len(pages):
-            self._refuse(pages, pages[~used])
-        runs = runs_of_pages(np.sort(self._place_of[pages]))
-        if runs is None:
-            raise LayoutInvariantError(f"slot pages {pages} are freed in one call, one of them twice")
-        self._used[pages] = False
-        for start, length in runs:
-            self._free[start // self._stride].give(start, length)
-
-    def _refuse(self, pages: PageArray, idle: PageArray) -> NoReturn:
-        if int(idle.min()) < 0 or int(idle.max()) >= len(self._place_of):
-            raise LayoutInvariantError(f"slot pages must lie in [0, {len(self._place_of) - 1}], got {pages}")
-        raise LayoutInvariantError(f"slot pages {idle} are freed but not in use")
-
-    def all_free(self) -> PageArray:
-        """Every free page, lane after lane, ascending in each."""
-        return self._page_at[pages_of_runs(run for runs in self._free for run in runs.runs())]
+            del self._starts_of[key], self._keys[bisect_left(self._keys, key)]

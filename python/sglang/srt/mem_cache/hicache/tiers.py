@@ -70,13 +70,13 @@ class TieredRadixTree(LayoutRadixTree[MetadataT], Generic[MetadataT]):
             return 0
         outcome = self.cache_controller.write(node.slot_pages, node_id=node.id)
         if isinstance(outcome, HostShortfall):
-            if not self._make_host_room(outcome.demand_pages):
+            if not self._make_host_room(outcome.plan.demand_pages):
                 self.stats.refused_backups += 1
                 return 0
-            outcome = self.cache_controller.write(node.slot_pages, node_id=node.id)
+            outcome = self.cache_controller.write_plan(outcome.plan, node_id=node.id)
         if isinstance(outcome, HostShortfall):
             raise LayoutInvariantError(
-                f"room was made for {outcome.demand_pages} pages, yet {outcome.missing_pages} are missing"
+                f"room was made for {outcome.plan.demand_pages} pages, yet {outcome.missing_pages} are missing"
             )
         if outcome.logical_len != node.tokens:
             raise LayoutInvariantError(f"metadata of {outcome.logical_len} tokens for node {node.id} of {node.tokens}")

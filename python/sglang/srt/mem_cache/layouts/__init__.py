@@ -9,7 +9,14 @@ from .errors import LayoutConfigError, LayoutInvariantError
 from .geometry import CpSharedKVLayout
 from .identity import IdentityLayout, IdentityNodeMetadata
 from .plans import BackupPlan, CopyPlan, CopyRun, LoadPlan
-from .protocol import KVLayoutStrategy, MetadataT, NodeMetadata, ShardedPoolLayout, StorageAwareLayout
+from .protocol import (
+    KVLayoutStrategy,
+    MetadataT,
+    NodeMetadata,
+    ShardedPoolLayout,
+    StorageAwareLayout,
+    TurnwiseLayout,
+)
 from .registry import AnyKVLayoutStrategy, create_layout, known_layouts
 
 __all__ = [
@@ -35,6 +42,7 @@ __all__ = [
     "PoolKind",
     "ShardedPoolLayout",
     "StorageAwareLayout",
+    "TurnwiseLayout",
     "create_layout",
     "known_layouts",
 ]

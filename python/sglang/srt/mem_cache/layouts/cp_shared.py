@@ -123,6 +123,7 @@ class CpSharedLayout:
     """
 
     name = "cp_shared"
+    deals_in_turn = True
 
     def __init__(self, *, page_size: int, cp_size: int, cp_rank: int) -> None:
         self.geometry = CpSharedKVLayout(page_size=page_size, cp_size=cp_size, cp_rank=cp_rank)

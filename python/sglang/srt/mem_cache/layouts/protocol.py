@@ -191,6 +191,17 @@ class ShardedPoolLayout(Protocol):
         ...
 
 
+class TurnwiseLayout(Protocol):
+    """A strategy that deals pages to its lanes in turn: slot pages as well as those of a chain.
+
+    ``lanes_of`` is the number of the slot page modulo `lane_count`, and each page of a chain has the lane behind that
+    of the page before. Where it says so, free slot pages are kept in one list instead of one a lane, and a chain
+    becomes a range of slots.
+    """
+
+    deals_in_turn: bool
+
+
 class StorageAwareLayout(Protocol):
     """A strategy that can also name its pages for a storage (L3) backend.
 

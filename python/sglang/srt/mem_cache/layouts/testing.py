@@ -94,6 +94,20 @@ class LayoutContract(LayoutHarness[MetadataT]):
 
         self._for_all_cases(check)
 
+    def test_a_strategy_that_says_so_deals_pages_in_turn(self) -> None:
+        def check(case: LayoutCase) -> None:
+            group = self._group(case)
+            layout, lanes = group.layouts[0], group.layouts[0].lane_count
+            if not getattr(layout, "deals_in_turn", False):
+                return
+            pages = np.array(group.usable_pages, dtype=np.int64)
+            check_equal_arrays(layout.lanes_of(pages), pages % lanes, f"{case}: lanes_of")
+            for base in range(lanes):
+                chain = (base + np.arange(sum(case.node_pages))) % lanes
+                check_equal_arrays(layout.extend_lanes(base, 0, len(chain)), chain, f"{case}: extend_lanes")
+
+        self._for_all_cases(check)
+
     # Agreement.
 
     def test_all_ranks_answer_alike(self) -> None:

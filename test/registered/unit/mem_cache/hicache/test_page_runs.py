@@ -5,17 +5,13 @@ from __future__ import annotations
 import random
 import unittest
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 import numpy as np
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.test_utils import CustomTestCase
 
-from sglang.srt.mem_cache.hicache.page_runs import PageLanes, PageRuns, pages_of_runs, runs_of_pages
-from sglang.srt.mem_cache.layouts.errors import LayoutConfigError, LayoutInvariantError
-
-if TYPE_CHECKING:
-    from sglang.srt.mem_cache.layouts.pages import LaneArray
+from sglang.srt.mem_cache.hicache.page_runs import PageRuns, pages_of_runs, runs_of_pages
+from sglang.srt.mem_cache.layouts.errors import LayoutInvariantError
 
 register_cpu_ci(est_time=5, suite="base-a-test-cpu")
 
@@ -87,64 +83,39 @@ class TestPageRuns(CustomTestCase):
                     self.assertLess(start + length, following, "neighbouring runs are one run")
 
 
-class TestPageLanes(CustomTestCase):
-    def _make(self, *, lanes: int = 3, rows: int = 8) -> PageLanes:
-        owners: LaneArray = (np.arange(lanes * rows) % lanes).astype(np.int16)
-        return PageLanes(owners, lane_count=lanes, first=lanes)
+class TestOwnersInTurn(CustomTestCase):
+    def _make_with_free(self, *runs: tuple[int, int]) -> PageRuns:
+        pages = PageRuns(60, turn=3)
+        pages.take(60)
+        for start, length in runs:
+            pages.give(start, length)
+        return pages
 
-    def _take(self, pages: PageLanes, *lanes: int) -> list[int]:
-        taken = pages.take(np.array(lanes, dtype=np.int16))
-        assert taken is not None
-        return [int(page) for page in taken]
+    def test_the_first_page_is_one_of_the_owner_asked_for_and_pages_before_it_stay_free(self) -> None:
+        pages = self._make_with_free((3, 9))
+        self.assertEqual(pages.take(4, owner=2), [(5, 4)])
+        self.assertEqual(pages.runs(), [(3, 2), (9, 3)])
 
-    def test_pages_lie_in_the_lanes_asked_for_in_that_order(self) -> None:
-        pages = self._make()
-        self.assertEqual(self._take(pages, 2, 0, 2, 1), [5, 3, 8, 4])
-        self.assertEqual(pages.room(), [7, 7, 6])
+    def test_the_shortest_run_that_holds_the_pages_behind_the_first_one_of_the_owner_is_taken(self) -> None:
+        pages = self._make_with_free((0, 4), (10, 5), (30, 9))
+        self.assertEqual(pages.take(4, owner=1), [(10, 4)], "in the shortest run only three follow a page of owner 1")
+        self.assertEqual(pages.take(4, owner=0), [(0, 4)])
 
-    def test_runs_are_runs_of_rows_in_each_lane(self) -> None:
-        pages = self._make()
-        taken = self._take(pages, *[0] * 8)
-        pages.give(np.array(taken[2:4] + taken[5:8], dtype=np.int64))
-        self.assertEqual(self._take(pages, 0, 0, 0), taken[5:8], "the hole of two rows is too short")
-        self.assertEqual(self._take(pages, 0, 0), taken[2:4])
+    def test_without_such_a_run_the_longest_come_first_and_the_next_one_goes_on_with_the_next_owner(self) -> None:
+        pages = self._make_with_free((0, 2), (9, 3), (21, 5))
+        self.assertEqual(pages.take(7, owner=0), [(21, 5), (11, 1), (9, 1)])
+        self.assertEqual(pages.runs(), [(0, 2), (10, 1)])
 
-    def test_the_last_rows_of_a_lane_do_not_join_the_first_ones_of_the_next(self) -> None:
-        pages = self._make(rows=2)
-        self.assertEqual(self._take(pages, 0, 0, 1, 1), [3, 6, 4, 7])
-        pages.give(np.array([6, 4], dtype=np.int64))
-        self.assertIsNone(pages.take(np.array([0, 0], dtype=np.int16)))
-        self.assertEqual(pages.room(), [1, 1, 2])
+    def test_a_page_of_the_owner_is_found_in_any_run(self) -> None:
+        pages = self._make_with_free((0, 2), (4, 1), (9, 2), (14, 1))
+        self.assertEqual([pages.take(1, owner=2), pages.take(1, owner=1)], [[(14, 1)], [(4, 1)]])
+        self.assertEqual(pages.take(1, owner=1), [(10, 1)])
 
-    def test_a_short_lane_refuses_the_whole_demand(self) -> None:
-        pages = self._make(rows=2)
-        self.assertIsNone(pages.take(np.array([0, 1, 1, 1], dtype=np.int16)))
-        self.assertEqual(pages.room(), [2, 2, 2])
-
-    def test_pages_that_are_idle_reserved_or_given_twice_are_refused_with_nothing_freed(self) -> None:
-        pages = self._make()
-        taken = self._take(pages, 0, 1, 2)
-        for wrong, words in (([*taken, 9], "not in use"), ([0], "not in use"), ([taken[0]] * 2, "twice")):
-            with self.assertRaisesRegex(LayoutInvariantError, words):
-                pages.give(np.array(wrong, dtype=np.int64))
-        self.assertEqual(pages.room(), [7, 7, 7])
-
-    def test_numbers_that_are_no_pages_are_refused_with_nothing_freed(self) -> None:
-        pages = self._make(rows=2)
-        self._take(pages, 0, 0, 1, 1, 2, 2)
-        for wrong in (-1, 9, -100, 2**62):
-            with self.assertRaisesRegex(LayoutInvariantError, "must lie in \\[0, 8\\]"):
-                pages.give(np.array([3, wrong], dtype=np.int64))
-        self.assertEqual(pages.room(), [0, 0, 0])
-
-    def test_a_page_zero_is_refused_since_it_stands_for_every_negative_number(self) -> None:
-        with self.assertRaisesRegex(LayoutConfigError, "first must be >= 1, got 0"):
-            PageLanes(np.zeros(3, dtype=np.int16), lane_count=1, first=0)
-
-    def test_all_free_pages_are_those_that_nobody_holds(self) -> None:
-        pages = self._make()
-        taken = self._take(pages, 1, 1, 0)
-        self.assertEqual(sorted(pages.all_free().tolist()), sorted(set(range(3, 27)) - set(taken)))
+    def test_an_owner_without_a_page_is_refused(self) -> None:
+        pages = self._make_with_free((0, 2), (3, 2))
+        with self.assertRaisesRegex(LayoutInvariantError, "owner 2 of 3 has no free page"):
+            pages.take(1, owner=2)
+        self.assertEqual(pages.runs(), [(0, 2), (3, 2)])
 
 
 if __name__ == "__main__":

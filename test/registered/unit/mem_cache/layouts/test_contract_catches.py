@@ -51,6 +51,12 @@ class _DemandOfThisRankOnly(CpSharedLayout):
         return replace(plan, demand_pages=mine)
 
 
+class _DealsTwoByTwo(CpSharedLayout):
+    def extend_lanes(self, base: int, first_page: int, pages: int) -> LaneArray:
+        lanes = (base + np.arange(first_page, first_page + pages) // 2) % self.lane_count
+        return lanes.astype(np.int16)
+
+
 class _ReservedPagesAccepted(CpSharedLayout):
     def plan_backup(self, slot_pages: PageArray) -> BackupPlan:
         lanes = self.lanes_of(slot_pages)
@@ -150,6 +156,7 @@ class _EveryRankTakesEverything(CpSharedLayout):
         (_LogicalCapacityOfOneRank, "test_reserved_pages_are_refused_and_the_others_fill_every_pool_once"),
         (_LoadIgnoresOwners, "test_a_load_into_wrong_lanes_or_a_wrong_number_of_slots_raises_on_every_rank"),
         (_LoadReversesItsHostPages, "test_bytes_come_back_at_the_same_positions"),
+        (_DealsTwoByTwo, "test_a_strategy_that_says_so_deals_pages_in_turn"),
         (_ChainRestartsAtEveryNode, "test_lanes_of_a_chain_start_at_its_base_and_can_be_computed_piece_by_piece"),
         (_ConcatReversed, "test_split_and_concat_are_inverse"),
         (_ConcatReversed, "test_bytes_come_back_at_the_same_positions"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from typing import TYPE_CHECKING
 
@@ -95,16 +96,19 @@ def _subjects(sizes: PoolSizes, server_args: ServerArgs) -> dict[str, Subject]:
 def _serve_all(
     subjects: Mapping[str, Subject], prompts: Sequence[array[int]], on_step: OnStep, before: int, total: int
 ) -> tuple[dict[str, float], dict[str, int]]:
-    """Seconds of each subject for all prompts, and the tokens that it found cached. They take turns at going first."""
+    """Seconds of each subject for all prompts, and the tokens that it found cached.
+
+    Their order is drawn anew for each prompt: who follows whom decides what is in the processor's caches.
+    """
     spent = dict.fromkeys(subjects, 0)
     hits = dict.fromkeys(subjects, 0)
-    order = list(subjects.items())
+    order, rng = list(subjects.items()), random.Random(before)
     with no_collection():
         for number, tokens in enumerate(prompts, 1):
+            rng.shuffle(order)
             for name, subject in order:
                 started = time.thread_time_ns()
                 hits[name] += subject.serve(tokens)
                 spent[name] += time.thread_time_ns() - started
-            order.append(order.pop(0))
             on_step("requests", before + number, total)
     return {name: nanoseconds / 1e9 for name, nanoseconds in spent.items()}, hits
