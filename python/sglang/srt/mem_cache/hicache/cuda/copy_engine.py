@@ -5,6 +5,8 @@ torch has no such call. The library is the one that torch has loaded. Three form
     CUDA >= 13      cudaMemcpyBatchAsync(dsts, srcs, sizes, count, attrs, attrsIdxs, numAttrs, stream)
     CUDA 12.8, .9   the same with a `size_t *failIdx` before the stream
     older           cudaMemcpyAsync for each copy
+
+The driver may be older than the library of the same major release, which then refuses the batched call.
 """
 
 from __future__ import annotations
@@ -65,9 +67,10 @@ class CopyEngines:
 
     def __init__(self, *, one_by_one: bool = False) -> None:
         self._library = _library()
-        version = ctypes.c_int()
+        version, driver_version = ctypes.c_int(), ctypes.c_int()
         self._check(self._library.cudaRuntimeGetVersion(ctypes.byref(version)))
-        self.batched = not one_by_one and version.value >= _BATCH_SINCE
+        self._check(self._library.cudaDriverGetVersion(ctypes.byref(driver_version)))
+        self.batched = not one_by_one and min(version.value, driver_version.value) >= _BATCH_SINCE
         self._attributes = _CopyAttributes(src_access_order=_SOURCE_ORDER_STREAM)
         self._first_of_attributes = ctypes.c_size_t(0)
         self._failed = ctypes.c_size_t(0)

@@ -41,6 +41,7 @@ _COUNTER_BYTES: Final = 4
 class Pairs:
     """The page pairs of one launch, on their way to the device in a slot."""
 
+    queue: KernelQueue
     slot: Slot
     pages: int
 
@@ -52,7 +53,6 @@ class KernelQueue:
     """
 
     def __init__(self, maps: Sequence[PageMap], *, device: torch.device, to_device: bool, shape: KernelShape) -> None:
-        self.to_device = to_device
         self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch leaves it untyped
         self._programs = shape.programs
         counters = torch.zeros(len(maps[0].host_bases), dtype=torch.int32, device=device)
@@ -73,7 +73,7 @@ class KernelQueue:
             slot = self._ring.free_slot(2 * plan.pages)
             pages = write_pairs(plan, slot.table)
             slot.upload(2 * pages)
-        return Pairs(slot=slot, pages=pages)
+        return Pairs(queue=self, slot=slot, pages=pages)
 
     def launch(self, pairs: Pairs, *, after: torch.Event) -> None:
         """Submit the copy of `pairs`, to begin after the event."""
@@ -82,8 +82,8 @@ class KernelQueue:
 
     def _launch(self, slot: Slot, *, pages: int) -> None:
         self._kernel.launch(slot.on_device, pages=pages, stream=self.stream)
+        self._counted = (self._counted + self._programs) % (1 << 32)  # at once: it will count, whatever fails next
         slot.release(self.stream)
-        self._counted = (self._counted + self._programs) % (1 << 32)
 
     def wait_for_layer(self, layer: int, stream: torch.cuda.Stream) -> None:
         """Make `stream` wait until the last launch is through with `layer`. Raises `RuntimeError` if CUDA refuses."""

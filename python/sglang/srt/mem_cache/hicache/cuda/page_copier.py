@@ -44,7 +44,8 @@ class CopyTuning:
     """Which copies are long enough for a copy engine, and how the kernel is launched for the others.
 
     `long_copy_bytes` 0 leaves everything to the copy engines, None to the kernel. Up to `few_copies` copies that are
-    not long go to the copy engines all the same: submitting them takes no longer than a launch and its waits.
+    neither long nor small (`work.SMALL_COPY_BYTES`) go to the copy engines all the same: submitting them takes no
+    longer than a launch and its waits.
     """
 
     long_copy_bytes: int | None = LONG_COPY_BYTES
@@ -56,55 +57,58 @@ class CopyTuning:
 class CudaPageCopier:
     """Copies pages of the pools behind `maps`, all on `device`. One instance a cache; not for several threads.
 
-    Its methods raise `RuntimeError` if CUDA refuses; part of the copies may have been submitted then.
+    Its methods raise `RuntimeError` if CUDA refuses. Part of the copies may be under way then: nobody may use the pages
+    of either side before the device is idle, and layers whose copies are missing have no new event.
     """
 
     def __init__(self, maps: Sequence[PageMap], *, device: torch.device, tuning: CopyTuning) -> None:
         self._layers = len(maps[0].host_bases)
         self._work = WorkShape(maps, long_copy_bytes=tuning.long_copy_bytes, few_copies=tuning.few_copies)
         self._engines = CopyEngines()
-        self._to_device = KernelQueue(maps, device=device, to_device=True, shape=tuning.to_device)
-        self._to_host = KernelQueue(maps, device=device, to_device=False, shape=tuning.to_host)
+        self._kernels: dict[bool, KernelQueue] = {}  # copy engines alone need no compiler and no memory
+        if tuning.long_copy_bytes != ONLY_COPY_ENGINES:
+            for to_device, shape in ((True, tuning.to_device), (False, tuning.to_host)):
+                self._kernels[to_device] = KernelQueue(maps, device=device, to_device=to_device, shape=shape)
 
     def back_up(self, copies: CopyPlan, engine: L2TransferEngine) -> TransferCompletion:
         """Submit device to host, after what the current stream has been given so far."""
         submitted = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         submitted.record()
-        return self._submit(copies, self._to_host, _cuda_stream(engine.device_to_host_stream), after=submitted)
+        return self._submit(copies, _cuda_stream(engine.device_to_host_stream), after=submitted)
 
     def load(self, copies: CopyPlan, engine: L2TransferEngine, producer: LayerLoadingEvent) -> TransferCompletion:
         """Submit host to device, after `producer.start_event`; `producer` records an event after each layer."""
         stream = _cuda_stream(engine.host_to_device_stream)
-        return self._submit(copies, self._to_device, stream, after=producer.start_event, layer_done=producer.complete)
+        return self._submit(copies, stream, after=producer.start_event, layer_done=producer.complete)
 
     def _submit(
         self,
         plan: CopyPlan,
-        kernel: KernelQueue,
         stream: torch.cuda.Stream,
         *,
         after: torch.Event,
         layer_done: Callable[[int], None] | None = None,
     ) -> TransferCompletion:
-        """Submit `plan` in the direction of `kernel`; `layer_done` is told after each layer, with `stream` current."""
+        """Submit `plan` on `stream`. A load has `layer_done`, which is told after each layer, with `stream` current."""
+        to_device = layer_done is not None
         work = self._work.divide(plan)
-        pairs = None if work.short is None else kernel.send(work.short)
-        tables = None if work.copies is None else _tables(work.copies, to_device=kernel.to_device)
+        pairs = None if work.short is None else self._kernels[to_device].send(work.short)
+        tables = None if work.copies is None else _tables(work.copies, to_device=to_device)
         started, finished, timed = make_timing_event_pair()
         with torch.cuda.stream(stream):
             after.wait(stream)
             started.record()
             if pairs is not None:
-                kernel.launch(pairs, after=started)
+                pairs.queue.launch(pairs, after=started)
             for layer in range(self._layers):
                 if tables is not None:
                     self._engines.submit(tables, layer, stream=stream)
                 if layer_done is not None:
                     if pairs is not None:
-                        kernel.wait_for_layer(layer, stream)
+                        pairs.queue.wait_for_layer(layer, stream)
                     layer_done(layer)
             if pairs is not None and layer_done is None:
-                stream.wait_stream(kernel.stream)
+                stream.wait_stream(pairs.queue.stream)
             finished.record()
         return TransferCompletion(started, finished, timed)
 

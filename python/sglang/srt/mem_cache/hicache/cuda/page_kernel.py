@@ -28,14 +28,20 @@ MAP_COLUMNS: Final = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelShape:
-    """`programs` thread blocks of `warps` warps; each moves `chunk_bytes` (a power of two) at a time.
+    """`programs` thread blocks of `warps` warps; each moves `chunk_bytes` (a power of two, 128 or more) at a time.
 
     ``programs * chunk_bytes`` are under way at once: the link's bandwidth times its latency, and some more.
+
+    Raises `ValueError` for other chunks: those below 128 bytes would lose bytes, as chunks begin 128 bytes apart.
     """
 
     programs: int = 16
     warps: int = 16
     chunk_bytes: int = 32768
+
+    def __post_init__(self) -> None:
+        if self.chunk_bytes < 128 or self.chunk_bytes & (self.chunk_bytes - 1):
+            raise ValueError(f"chunk_bytes must be a power of two from 128 on, got {self.chunk_bytes}")
 
 
 @triton.jit(do_not_specialize=["pages", "layers", "kinds"])  # type: ignore[untyped-decorator]  # Triton ships no types

@@ -5,6 +5,8 @@ place on the device, made once. It is used again when everything that reads it h
 waiting::
 
     slots   [in use][free][in use]      `free_slot` takes the first free one, or adds one
+
+Adding one allocates pinned memory, for which CUDA may wait for the device; it is never given back.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ class Slot:
 
 
 class PinnedRing:
-    """Slots for tables to `device`; starts with `slots` slots of 256 KiB and adds more when all are in use."""
+    """Slots for tables to `device`: `slots` of 256 KiB at first, and more when all are in use or too small."""
 
     def __init__(self, device: torch.device, *, slots: int = 4) -> None:
         self._device = device

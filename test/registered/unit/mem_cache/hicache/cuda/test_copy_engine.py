@@ -3,7 +3,7 @@ from __future__ import annotations
 import ctypes
 import unittest
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import numpy as np
@@ -12,6 +12,9 @@ from sglang.test.test_utils import CustomTestCase
 
 from sglang.srt.mem_cache.hicache.cuda import copy_engine
 from sglang.srt.mem_cache.hicache.cuda.copy_engine import CopyEngines, CopyTables
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 register_cpu_ci(est_time=15, suite="base-a-test-cpu")
 
@@ -22,9 +25,8 @@ STREAM: Any = SimpleNamespace(cuda_stream=0x5EED)
 class HostRuntime:
     """C functions with the signatures of CUDA's header that copy in host memory and note how they were called."""
 
-    def __init__(self, version: int, *, code: int = 0) -> None:
+    def __init__(self, version: int, *, driver_version: int | None = None, code: int = 0) -> None:
         self.calls: list[str] = []
-        self._version = version
         self._code = code
         # cudaMemcpyBatchAsync(dsts, srcs, sizes, count, attrs, attrsIdxs, numAttrs, [failIdx,] stream)
         batch = [POINTER, POINTER, POINTER, SIZE, POINTER, POINTER, SIZE, POINTER]
@@ -33,12 +35,16 @@ class HostRuntime:
         self.cudaMemcpyBatchAsync = ctypes.CFUNCTYPE(ctypes.c_int, *batch)(self._batch)
         one = [POINTER, POINTER, SIZE, ctypes.c_int, POINTER]
         self.cudaMemcpyAsync = ctypes.CFUNCTYPE(ctypes.c_int, *one)(self._one)
-        self.cudaRuntimeGetVersion = ctypes.CFUNCTYPE(ctypes.c_int, POINTER)(self._write_version)
+        self.cudaRuntimeGetVersion = self._version(version)
+        self.cudaDriverGetVersion = self._version(version if driver_version is None else driver_version)
         self.cudaGetErrorString = lambda code: f"error {code.value}".encode()
 
-    def _write_version(self, target: int) -> int:
-        ctypes.c_int.from_address(target).value = self._version
-        return 0
+    def _version(self, version: int) -> Callable[..., int]:
+        def write(target: int) -> int:
+            ctypes.c_int.from_address(target).value = version
+            return 0
+
+        return ctypes.CFUNCTYPE(ctypes.c_int, POINTER)(write)
 
     def _batch(self, *arguments: int) -> int:
         destinations, sources, sizes, count, attributes, firsts, kinds = arguments[:7]
@@ -87,8 +93,12 @@ class TestCopyEngines(CustomTestCase):
         np.testing.assert_array_equal(*self.copy(runtime))
         self.assertEqual(runtime.calls, ["batch"] * 2)
 
-    def test_older_releases_copy_one_by_one(self) -> None:
-        for runtime, settings in ((HostRuntime(12040), {}), (HostRuntime(13000), {"one_by_one": True})):
+    def test_older_releases_and_drivers_copy_one_by_one(self) -> None:
+        for runtime, settings in (
+            (HostRuntime(12040), {}),
+            (HostRuntime(12090, driver_version=12040), {}),
+            (HostRuntime(13000), {"one_by_one": True}),
+        ):
             np.testing.assert_array_equal(*self.copy(runtime, **settings))
             self.assertEqual(runtime.calls, ["one"] * 3)
 

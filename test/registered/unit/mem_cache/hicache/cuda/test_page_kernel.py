@@ -1,0 +1,87 @@
+"""What the page kernel becomes for a GPU, and which shapes it can have."""
+
+from __future__ import annotations
+
+import re
+import unittest
+from itertools import pairwise
+
+import torch
+import triton  # type: ignore[import-untyped]  # Triton ships no types
+from _triton_interpreter import interpreted_kernel
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.test_utils import CustomTestCase
+from triton.backends.compiler import GPUTarget  # type: ignore[import-untyped]  # ditto
+from triton.backends.nvidia.compiler import CUDABackend  # type: ignore[import-untyped]  # ditto
+from triton.runtime.jit import create_function_from_signature  # type: ignore[import-untyped]  # ditto
+
+from sglang.srt.mem_cache.hicache.cuda import page_kernel
+from sglang.srt.mem_cache.hicache.cuda.page_kernel import KernelShape
+
+register_cpu_ci(est_time=20, suite="base-a-test-cpu")
+
+TARGET = GPUTarget("cuda", 90, 32)
+"""An H200."""
+WORDS = 70
+"""Of a page: several of the smallest chunks, and a rest."""
+
+
+def assembly(*, to_device: bool) -> list[str]:
+    """PTX for an H200, without what is no instruction on global memory and no barrier."""
+    source = triton.compiler.ASTSource(
+        fn=page_kernel._copy_pages,  # noqa: SLF001  # what `PageKernel` compiles when it is on a device
+        signature={
+            **dict.fromkeys(("maps", "pairs"), "*i64"),
+            "counters": "*i32",
+            **dict.fromkeys(("pages", "layers", "kinds"), "i32"),
+            **dict.fromkeys(("TO_DEVICE", "CHUNK_WORDS"), "constexpr"),
+        },
+        constexprs={(6,): to_device, (7,): KernelShape().chunk_bytes // 8},
+        attrs={(argument,): [["tt.divisibility", 16]] for argument in range(3)},
+    )
+    compiled = triton.compile(source, target=TARGET, options={"num_warps": KernelShape().warps})
+    return re.findall(r"(?:ld|st|atom|red)\.global\S+|bar\.sync", compiled.asm["ptx"])
+
+
+class TestPageKernel(CustomTestCase):
+    def test_a_layer_is_counted_for_all_to_see_after_every_thread_has_stored_16_bytes_at_a_time(self) -> None:
+        for to_device in (True, False):
+            with self.subTest(to_device=to_device):
+                found = assembly(to_device=to_device)
+                # A barrier is the last that happens before the count; the text has the blocks of loops in any order.
+                self.assertIn(("bar.sync", "atom.global.sys.release.add.u32"), list(pairwise(found)))
+                self.assertEqual([line for line in found if line.startswith("st.")], ["st.global.v2.b64"] * 4)
+                self.assertEqual([line for line in found if ".cg" in line], ["ld.global.cg.v2.b64"] * 4)
+
+    def test_one_compiled_kernel_is_right_for_any_number_of_pages(self) -> None:
+        kernel = page_kernel._copy_pages  # noqa: SLF001  # as above
+        backend = CUDABackend(TARGET)
+        bind = create_function_from_signature(kernel.signature, kernel.params, backend)
+        tensors = (
+            torch.zeros(2, dtype=torch.int64),
+            torch.zeros(2, dtype=torch.int64),
+            torch.zeros(1, dtype=torch.int32),
+        )
+        compiled_for = {
+            str(bind(*tensors, pages, 1, 1, TO_DEVICE=True, CHUNK_WORDS=16)[1]) for pages in (0, 1, 2, 16, 1000)
+        }
+        self.assertEqual(len(compiled_for), 1)
+
+    def test_chunks_of_128_bytes_and_more_leave_no_byte_out_and_others_are_refused(self) -> None:
+        with interpreted_kernel() as kernel:
+            for chunk_bytes in (128, 256, 1024):
+                with self.subTest(chunk_bytes=chunk_bytes):
+                    source, target = torch.arange(1, WORDS + 1), torch.zeros(WORDS, dtype=torch.int64)
+                    maps = torch.tensor([[source.data_ptr(), 8 * WORDS, target.data_ptr(), 8 * WORDS, WORDS]])
+                    shape = kernel.KernelShape(programs=2, warps=1, chunk_bytes=chunk_bytes)
+                    counters = torch.zeros(1, dtype=torch.int32)
+                    copier = kernel.PageKernel(maps, counters, to_device=True, shape=shape)
+                    copier.launch(torch.tensor([0, 0]), pages=1)
+                    self.assertEqual(target.tolist(), source.tolist())
+        for chunk_bytes in (64, 192, 0):
+            with self.assertRaisesRegex(ValueError, f"a power of two from 128 on, got {chunk_bytes}"):
+                KernelShape(chunk_bytes=chunk_bytes)
+
+
+if __name__ == "__main__":
+    unittest.main()

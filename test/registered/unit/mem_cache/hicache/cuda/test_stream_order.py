@@ -1,0 +1,204 @@
+"""Loads and backups in flight together, on a device that does what its streams allow in any order.
+
+Pages are written by work that is under way when a transfer is submitted, and are used again as soon as an event allows:
+what is read or written a moment too early or too late has wrong bytes.
+"""
+
+from __future__ import annotations
+
+import unittest
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from _simulated_cuda import Event, SimulatedCuda, Stream
+from sglang.srt.managers.cache_controller import LayerLoadingEvent
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.test_utils import CustomTestCase
+
+from sglang.srt.mem_cache.hicache.cuda.page_copier import CopyTuning, CudaPageCopier
+from sglang.srt.mem_cache.hicache.cuda.page_kernel import KernelShape
+from sglang.srt.mem_cache.hicache.cuda.page_maps import PageMap
+from sglang.srt.mem_cache.layouts.plans import CopyPlan
+
+if TYPE_CHECKING:
+    from sglang.srt.mem_cache.l2_transfer import TransferCompletion
+
+    from sglang.srt.mem_cache.layouts.pages import PageArray
+
+register_cpu_ci(est_time=25, suite="base-a-test-cpu")
+
+LAYERS = 3
+PAGES = 48
+KINDS = (32, 16)
+SEEDS = 40
+HOST, DEVICE = 0, 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transfer:
+    """Pages on each side, what they hold when it has ended, and its events; `used` when the layers have been read."""
+
+    pages: tuple[PageArray, PageArray]
+    wanted: list[np.ndarray[Any, Any]]
+    completion: TransferCompletion
+    used: Event
+
+
+class Traffic:
+    """Transfers over two kinds of buffer, of which one is absent in a layer. No page is in two transfers at once."""
+
+    def __init__(self, cuda: SimulatedCuda, *, programs: int = 3, long_copy_bytes: int = 2 * KINDS[0]) -> None:
+        self.cuda = cuda
+        self.rng = np.random.default_rng(cuda.rng.randrange(1 << 32))
+        self.sides = [[np.zeros((LAYERS, PAGES, size), dtype=np.uint8) for size in KINDS] for _ in (HOST, DEVICE)]
+        self.free = [set(range(PAGES)) for _ in (HOST, DEVICE)]
+        self.flying: list[Transfer] = []
+        self.settled: list[Transfer] = []
+        self.wrong: list[str] = []
+        self.consumer = Stream()
+        self.engine: Any = type("Engine", (), {"host_to_device_stream": Stream(), "device_to_host_stream": Stream()})
+        shape = KernelShape(programs=programs)
+        self.copier = CudaPageCopier(
+            [self._map(kind) for kind in range(len(KINDS))],
+            device=torch.device("cpu"),
+            tuning=CopyTuning(long_copy_bytes=long_copy_bytes, few_copies=0, to_device=shape, to_host=shape),
+        )
+
+    def _map(self, kind: int) -> PageMap:
+        host, device = (
+            [torch.from_numpy(layer) if (kind, at) != (1, 1) else None for at, layer in enumerate(side[kind])]
+            for side in self.sides
+        )
+        found = PageMap.of_views(host, device)
+        assert found is not None
+        return found
+
+    def submit(self, *, to_device: bool) -> None:
+        """A transfer of pages that nobody uses; work that is under way still writes the device's."""
+        pages = self._take(int(self.rng.integers(0, 9)))
+        plan = CopyPlan.from_pages(page_size=4, host_pages=pages[HOST], device_pages=pages[DEVICE])
+        wanted = self._random(len(pages[HOST]))
+        late = self._random(len(pages[HOST])) if to_device else wanted
+        forward = self.cuda.current
+        forward.submit(lambda: self._write(DEVICE, pages, late))
+        if not to_device:
+            completion = self.copier.back_up(plan, self.engine)
+        else:
+            self._write(HOST, pages, wanted)
+            producer: Any = LayerLoadingEvent(LAYERS)
+            producer.start_event.record()
+            completion = self.copier.load(plan, self.engine, producer)
+            for layer, event in enumerate(producer.load_events):
+                self.consumer.wait_event(event)
+                self.consumer.submit(partial(self._check, "at its event", DEVICE, pages, wanted, layer))
+        used = Event()
+        used.record(self.consumer)
+        self.flying.append(Transfer(pages=pages, wanted=wanted, completion=completion, used=used))
+
+    def settle(self) -> None:
+        """Wait for the oldest transfer, and use the pages that it read for something else."""
+        transfer = self.flying.pop(0)
+        while not transfer.completion.finish_event.query():
+            assert self.cuda.step(), "a transfer never ends"
+        for side in (HOST, DEVICE):
+            self._check("when it has ended", side, transfer.pages, transfer.wanted)
+        self.settled.append(transfer)
+        while len(self.settled) > 1 or (self.settled and not self.flying):
+            self._reuse(self.settled.pop(0))
+
+    def _reuse(self, transfer: Transfer) -> None:
+        while not transfer.used.query():
+            assert self.cuda.step(), "a layer is never ready"
+        for side in (HOST, DEVICE):
+            self._check("later", side, transfer.pages, transfer.wanted)
+            self._write(side, transfer.pages, self._random(len(transfer.pages[HOST])))
+            self.free[side].update(transfer.pages[side].tolist())
+
+    def _take(self, count: int) -> tuple[PageArray, PageArray]:
+        """Free pages of both sides, in runs and singly."""
+        while min(map(len, self.free)) < count:
+            self.settle()
+        found = []
+        for free in self.free:
+            first = int(self.rng.integers(0, len(free) - count + 1))
+            chosen = np.array(sorted(free)[first : first + count], dtype=np.int64)
+            cut = int(self.rng.integers(0, count + 1))
+            found.append(np.concatenate([chosen[cut:], chosen[:cut]]))
+            free.difference_update(chosen.tolist())
+        return found[0], found[1]
+
+    def _random(self, count: int) -> list[np.ndarray[Any, Any]]:
+        return [self.rng.integers(0, 256, (LAYERS, count, size), dtype=np.uint8) for size in KINDS]
+
+    def _write(self, side: int, pages: tuple[PageArray, PageArray], content: list[np.ndarray[Any, Any]]) -> None:
+        for buffer, words in zip(self.sides[side], content, strict=True):
+            buffer[:, pages[side]] = words
+
+    def _check(
+        self,
+        when: str,
+        side: int,
+        pages: tuple[PageArray, PageArray],
+        wanted: list[np.ndarray[Any, Any]],
+        only: int | None = None,
+    ) -> None:
+        for kind, words in enumerate(wanted):
+            for layer in range(LAYERS) if only is None else [only]:
+                present = (kind, layer) != (1, 1)
+                if present and not np.array_equal(self.sides[side][kind][layer, pages[side]], words[layer]):
+                    self.wrong.append(f"{('host', 'device')[side]} bytes of kind {kind}, layer {layer}, {when}")
+
+
+class TestStreamOrder(CustomTestCase):
+    def run_traffic(self, traffic: Traffic, transfers: int) -> None:
+        """Transfers both ways, with some work done between submissions, and everything at the end."""
+        for _ in range(transfers):
+            traffic.submit(to_device=bool(traffic.rng.integers(0, 2)))
+            for _ in range(int(traffic.rng.choice([0, 0, 5, 60]))):
+                traffic.cuda.step()
+        while traffic.flying:
+            traffic.settle()
+        traffic.cuda.drain()
+        self.assertEqual(traffic.wrong, [])
+
+    def test_no_byte_is_read_or_written_before_or_after_its_time(self) -> None:
+        for seed in range(SEEDS):
+            with self.subTest(seed=seed), SimulatedCuda(seed) as cuda:
+                self.run_traffic(Traffic(cuda), 24)
+
+    def test_nothing_waits_for_what_is_submitted_later(self) -> None:
+        for seed in range(SEEDS // 4):
+            with self.subTest(seed=seed), SimulatedCuda(seed, one_queue=True) as cuda:
+                self.run_traffic(Traffic(cuda), 24)
+
+    def test_copy_engines_alone_need_no_kernel(self) -> None:
+        with SimulatedCuda(0) as cuda:
+            traffic = Traffic(cuda, long_copy_bytes=0)
+            self.assertEqual(cuda.kernels, 0)
+            self.run_traffic(traffic, 24)
+
+    def test_counts_go_on_past_2_to_the_32(self) -> None:
+        for seed in range(SEEDS // 4):
+            with self.subTest(seed=seed), SimulatedCuda(seed) as cuda:
+                self.run_traffic(Traffic(cuda, programs=3 << 28), 24)
+
+    def test_after_a_load_that_cuda_refused_the_next_one_is_waited_for_and_ends(self) -> None:
+        for seed in range(SEEDS):
+            for refused in ("copy", "launch", "release"):
+                with self.subTest(seed=seed, refused=refused), SimulatedCuda(seed) as cuda:
+                    traffic = Traffic(cuda)
+                    cuda.refuse_copy = 2 if refused == "copy" else None
+                    cuda.refuse_launch = refused == "launch"
+                    cuda.refuse_release = refused == "release"
+                    with self.assertRaisesRegex(RuntimeError, "refused"):
+                        for _ in range(50):
+                            traffic.submit(to_device=True)
+                    cuda.drain()
+                    self.run_traffic(traffic, 6)
+
+
+if __name__ == "__main__":
+    unittest.main()
