@@ -1,4 +1,4 @@
-"""Slot allocators: one free list per owner (a *lane*), all of them in host memory.
+"""Slot allocators: free pages by owner (by *lane*), all of them in host memory.
 
 Slots are logical: every rank of the shard group hands out the same ones in the same order, so the free lists
 are mirrored state, like the tree. They are kept as page numbers on the host, and slot tensors are made from
@@ -39,7 +39,7 @@ class SlotAllocator(Protocol):
 
     @property
     def lane_count(self) -> int:
-        """Number of free lists."""
+        """Number of owners."""
         ...
 
     def room_pages(self) -> PageArray:
@@ -60,7 +60,7 @@ class SlotAllocator(Protocol):
 
 
 class CPSharedPagedTokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
-    """SGLang's paged slot allocator with one free list per owner of the layout.
+    """SGLang's paged slot allocator, whose free pages are known by owner.
 
     `physical_size` is the number of token rows of this rank's device pool; `size` becomes the number of logical
     slots that all ranks provide together. Logical pages below the lane count are SGLang's padding page on each
@@ -90,7 +90,7 @@ class CPSharedPagedTokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
 
     @property
     def lane_count(self) -> int:
-        """Number of free lists: one per owner."""
+        """Number of owners of the layout."""
         return self.layout.lane_count
 
     # By lane: what the tree and the controller use.

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 RADIX_BACKEND: Final = "kv_layout"
-VERIFIED_ATTENTION_BACKENDS: Final = frozenset({"torch_native"})
+VERIFIED_ATTENTION_BACKENDS: Final = frozenset({"torch_native", "triton"})
 
 
 class Answer(Enum):
@@ -296,9 +296,9 @@ RULES: Final[tuple[Rule, ...]] = (
         scope=Scope.SHARDED,
     ),
     Rule(
-        setting="an attention backend other than torch_native",
+        setting="an attention backend other than torch_native and triton",
         applies=_unverified_attention,
-        why="shared pages were verified with torch_native only in this release",
+        why="shared pages were verified with torch_native and triton only in this release",
         remedy="compare answers with identity before you rely on it",
         answer=Answer.WARNED,
         scope=Scope.SHARDED,

@@ -21,7 +21,7 @@ turns these answers into admissions and evictions without asking the other ranks
 **Errors.** Every method is a pure function of its arguments: one that raises has changed nothing, neither here nor in
 its arguments, and the same call raises again.
 
-**Lanes.** A *lane* is the free list of one owner. A strategy with one copy of everything on each rank has
+**Lanes.** A *lane* is the pages of one owner. A strategy with one copy of everything on each rank has
 one lane. Arrays are numpy, in host memory, one number a page; see `pages`.
 """
 

@@ -69,7 +69,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"graphs_on": True, "graphs_asked_for": True},
     ),
     "CUDA graphs": ({}, {"graphs_on": True}),
-    "an attention backend other than torch_native": ({"attention_backend": "triton"}, {}),
+    "an attention backend other than torch_native and triton": ({"attention_backend": "fa3"}, {}),
     "--attention-context-parallel-size above 1": ({"attn_cp_size": 2}, {}),
 }
 GOOD: dict[str, Any] = {
