@@ -107,7 +107,7 @@ class CudaPageCopier:
                     if pairs is not None:
                         pairs.queue.wait_for_layer(layer, stream)
                     layer_done(layer)
-            if pairs is not None and layer_done is None:
+            if pairs is not None:
                 stream.wait_stream(pairs.queue.stream)
             finished.record()
         return TransferCompletion(started, finished, timed)
