@@ -6,7 +6,8 @@ Both hand out pages for a pattern of lanes, and keep runs of neighbours long (`p
     1 2 0 1 2 0       lane 0: rows 4, 5   lane 1: rows 7, 8 ..     pages 13 14 15 16 17 18
                       neighbours are rows of one owner             neighbours are slots: a chain is a range of slots
 
-The first is for any strategy; the second costs the same however many lanes there are.
+The first is for any strategy. The second costs a chain the same however many lanes there are; pages that are wanted out
+of turn, as those of many requests that decode, cost a search each.
 """
 
 from __future__ import annotations
@@ -145,8 +146,12 @@ class PageTurns:
     def __init__(self, lanes: LaneArray, *, lane_count: int, first: int) -> None:
         self._in_use = _PagesInUse(first, first + len(lanes))
         pages = np.arange(first, first + len(lanes))
-        if not np.array_equal(lanes, pages % lane_count):
-            raise LayoutConfigError(f"pages dealt in turn must have the owners page % {lane_count}, got {lanes}")
+        wrong = (lanes != pages % lane_count).nonzero()[0]
+        if len(wrong):
+            raise LayoutConfigError(
+                f"pages dealt in turn must have the owners page % {lane_count}, "
+                f"got {lanes[wrong[0]]} for page {pages[wrong[0]]}"
+            )
         self._lane_count = lane_count
         self._room = np.bincount(lanes, minlength=lane_count)
         self._free = PageRuns(len(lanes), first, turn=lane_count)

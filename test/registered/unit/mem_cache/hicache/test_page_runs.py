@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import random
 import unittest
+from collections import Counter
 from itertools import pairwise
+from unittest import mock
 
 import numpy as np
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.test_utils import CustomTestCase
 
+from sglang.srt.mem_cache.hicache import page_runs
 from sglang.srt.mem_cache.hicache.page_runs import PageRuns, pages_of_runs, runs_of_pages
 from sglang.srt.mem_cache.layouts.errors import LayoutInvariantError
 
@@ -110,6 +113,50 @@ class TestOwnersInTurn(CustomTestCase):
         pages = self._make_with_free((0, 2), (4, 1), (9, 2), (14, 1))
         self.assertEqual([pages.take(1, owner=2), pages.take(1, owner=1)], [[(14, 1)], [(4, 1)]])
         self.assertEqual(pages.take(1, owner=1), [(10, 1)])
+
+    def _make_scattered(self, rng: random.Random, turn: int) -> PageRuns:
+        pages, at = PageRuns(300, turn=turn), 0
+        pages.take(300)
+        while at < 280:
+            length = rng.randint(1, rng.choice((2, turn, 2 * turn)))
+            pages.give(at, length)
+            at += length + rng.randint(1, turn)
+        return pages
+
+    def test_the_first_run_is_the_shortest_that_holds_all_pages_or_else_the_longest_with_the_owner(self) -> None:
+        for seed in range(60):
+            rng = random.Random(seed)
+            turn = rng.randint(2, 9)
+            pages = self._make_scattered(rng, turn)
+            for _ in range(20):
+                wanted, owner = rng.randint(1, 3 * turn), rng.randrange(turn)
+                free = Counter(page % turn for page in pages_of_runs(pages.runs()).tolist())
+                if not Counter((owner + n) % turn for n in range(wanted)) <= free:
+                    continue
+                runs = [(length, start % turn, (owner - start) % turn) for start, length in pages.runs()]
+                enough = [run for run in runs if run[2] + wanted <= run[0]]
+                length, first_owner, skipped = min(enough) if enough else max(run for run in runs if run[2] < run[0])
+                lengths = dict(pages.runs())
+                start, taken = pages.take(wanted, owner)[0]
+                start -= skipped
+                self.assertEqual((lengths[start], start % turn), (length, first_owner))
+                self.assertEqual(taken, min(wanted, length - skipped))
+
+    def test_few_runs_are_looked_at_where_those_of_every_length_begin_with_the_wrong_owner(self) -> None:
+        turn, at = 64, 0
+        pages = PageRuns(200_000, turn=turn)
+        pages.take(200_000)
+        for length in range(1, turn):
+            for first_owner in range(turn - length):  # none has a page of the last owner
+                at += (first_owner - at) % turn
+                pages.give(at, length)
+                at += length + 1
+        only = at + (-1 - at) % turn
+        for length, wanted in ((1, 2), (turn - 1, 1)):  # from the longest run down, from the shortest one up
+            pages.give(only, length)
+            with mock.patch.object(page_runs, "divmod", side_effect=divmod, create=True) as look:
+                self.assertEqual(pages.take(wanted, owner=turn - 1)[0], (only, 1))
+            self.assertLess(look.call_count, 4 * turn)
 
     def test_an_owner_without_a_page_is_refused(self) -> None:
         pages = self._make_with_free((0, 2), (3, 2))

@@ -158,6 +158,12 @@ class TestPageTurns(CustomTestCase):
             with self.assertRaisesRegex(LayoutConfigError, "must have the owners page % 2"):
                 PageTurns(np.array(owners, dtype=np.int16), lane_count=2, first=first)
 
+    def test_the_refusal_names_the_first_such_page_in_one_line(self) -> None:
+        owners = (np.arange(600) % 3).astype(np.int16)
+        owners[500:] = 0
+        with self.assertRaisesRegex(LayoutConfigError, "^pages .* page % 3, got 0 for page 503$"):
+            PageTurns(owners, lane_count=3, first=3)
+
 
 class _Unmarked(CpSharedLayout):
     """A strategy that does not say that it deals in turn."""
