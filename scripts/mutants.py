@@ -125,7 +125,12 @@ def _run(tests: Iterable[str], folder: Path) -> int:
 
 def main(chosen: Sequence[str]) -> int:
     """Try the chosen mutants, or all."""
-    mutants = [mutant for mutant in read_mutants() if not chosen or mutant.name.split()[0] in chosen]
+    by_number = {mutant.name.split()[0]: mutant for mutant in read_mutants()}
+    unknown = [number for number in chosen if number not in by_number]
+    if unknown:
+        print(f"no mutant {', '.join(unknown)}; there are {', '.join(by_number)}", file=sys.stderr)
+        return 2
+    mutants = [by_number[number] for number in chosen] if chosen else list(by_number.values())
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     for module in PRELOADED:
         importlib.import_module(module)
