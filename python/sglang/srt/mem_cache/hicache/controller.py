@@ -177,13 +177,17 @@ class HiCacheController(SGLangHiCacheController, Generic[MetadataT]):
 
     def reset(self) -> None:
         """Wait for the copies under way, drop queued work and acks, and give all host memory back."""
-        for ack in (*self.ack_write_queue, *self.ack_load_queue):
-            ack.finish_event.synchronize()
+        self.wait_for_copies()
         super().reset()
         self._queued_loads.clear()
         self.mem_pool_host.clear()
         self.ledger.clear()
         self._check_ledger()
+
+    def wait_for_copies(self) -> None:
+        """Wait until the copies under way have ended. Their acks stay where they are."""
+        for ack in (*self.ack_write_queue, *self.ack_load_queue):
+            ack.finish_event.synchronize()
 
     def _alloc_host(self, pages: int) -> PageArray:
         host_pages = self.host_pages.take(pages)

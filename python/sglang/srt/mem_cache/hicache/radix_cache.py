@@ -121,7 +121,8 @@ class HiRadixCache(NoStorageTier, TieredRadixTree[MetadataT], Generic[MetadataT]
         super().reset()
 
     def release_host_resources(self) -> None:
-        """Unregister pinned host memory before the process ends."""
+        """Unregister pinned host memory before the process ends, when the copies under way have ended."""
+        self.cache_controller.wait_for_copies()
         release_host_pool(self.token_to_kv_pool_host)
 
     # Requests are put into the tree: SGLang reads their rows on the device, the page numbers are known here.

@@ -33,6 +33,14 @@ class TestTransfersUnderWay(CacheTestCase):
             self.assertEqual((rank.cache.ongoing_write_through, rank.cache.ongoing_load_back), ({}, {}))
 
     @each_layout
+    def test_host_memory_is_given_up_when_they_have_ended(self, layout: str) -> None:
+        group = self._with_one_of_each_under_way(layout)
+        for rank in group.ranks:
+            rank.cache.release_host_resources()
+            self.assertEqual((rank.engine.write_events, rank.engine.load_events), ([], []), "nothing is copied later")
+            self.assertEqual((len(rank.cache.ongoing_write_through), len(rank.cache.ongoing_load_back)), (1, 1))
+
+    @each_layout
     def test_each_queue_can_be_settled_alone_with_a_reduction_of_its_own(self, layout: str) -> None:
         group = self._with_one_of_each_under_way(layout)
         group.release()
