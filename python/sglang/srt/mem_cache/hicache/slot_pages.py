@@ -12,7 +12,7 @@ of turn, as those of many requests that decode, cost a search each.
 
 from __future__ import annotations
 
-from operator import gt
+from operator import add, gt, sub
 from typing import TYPE_CHECKING, NoReturn, Protocol
 
 import numpy as np
@@ -121,7 +121,9 @@ class PageLanes:
         if len(self._free) == 1:
             return by_lane
         taken = np.empty_like(by_lane)
-        taken[lanes.argsort(kind="stable")] = by_lane
+        taken[lanes.argsort(kind="stable")] = (
+            by_lane  # the n-th page of a lane goes where `lanes` names it the n-th time
+        )
         return taken
 
     def give(self, pages: PageArray) -> None:
@@ -153,30 +155,43 @@ class PageTurns:
                 f"got {lanes[wrong[0]]} for page {pages[wrong[0]]}"
             )
         self._lane_count = lane_count
-        self._room = np.bincount(lanes, minlength=lane_count)
+        self._room: list[int] = np.bincount(lanes, minlength=lane_count).tolist()
         self._free = PageRuns(len(lanes), first, turn=lane_count)
+        self._in_turn = (np.arange(len(lanes) + lane_count) % lane_count).astype(np.int16)
 
     def room(self) -> list[int]:
         """See `SlotPages.room`."""
-        free: list[int] = self._room.tolist()
-        return free
+        return self._room.copy()
 
     def take(self, lanes: LaneArray) -> PageArray | None:
         """See `SlotPages.take`."""
-        needed = pages_by_lane(lanes, self._lane_count)
-        if (needed > self._room).any():
+        needed = pages_by_lane(lanes, self._lane_count).tolist()
+        room = list(map(sub, self._room, needed))
+        if min(room) < 0:
             return None
-        taken = pages_of_runs(run for lane, n in _turns(lanes, self._lane_count) for run in self._free.take(n, lane))
-        self._room -= needed
+        taken = pages_of_runs(run for lane, n in self._chains(lanes) for run in self._free.take(n, lane))
+        self._room = room
         self._in_use.add(taken)
         return taken
+
+    def _chains(self, lanes: LaneArray) -> list[tuple[int, int]]:
+        """`lanes` in parts that go on in turn: first lane and length. There are no more of them than pages."""
+        if not len(lanes):
+            return []
+        first = int(lanes[0])
+        if not np.count_nonzero(lanes != self._in_turn[first : first + len(lanes)]):  # one chain, as mostly
+            return [(first, len(lanes))]
+        breaks = ((lanes[:-1] + 1) % self._lane_count != lanes[1:]).nonzero()[0] + 1
+        firsts = [0, *breaks.tolist()]
+        return [(int(lanes[at]), end - at) for at, end in zip(firsts, [*firsts[1:], len(lanes)], strict=True)]
 
     def give(self, pages: PageArray) -> None:
         """See `SlotPages.give`."""
         self._in_use.check(pages)
         for start, length in _runs_of(pages, np.sort(pages)):
             self._free.give(start, length)
-        self._room += np.bincount(pages % self._lane_count, minlength=self._lane_count)
+        freed = np.bincount(pages % self._lane_count, minlength=self._lane_count)
+        self._room = list(map(add, self._room, freed.tolist()))
         self._in_use.remove(pages)
 
     def all_free(self) -> PageArray:
@@ -190,15 +205,3 @@ def _runs_of(pages: PageArray, places: PageArray) -> list[tuple[int, int]]:
     if runs is None:
         raise LayoutInvariantError(f"slot pages {pages} are freed in one call, one of them twice")
     return runs
-
-
-def _turns(lanes: LaneArray, lane_count: int) -> list[tuple[int, int]]:
-    """`lanes` in parts that go on in turn: first lane and length."""
-    if not len(lanes):
-        return []
-    steps = lanes[1:] - lanes[:-1]
-    breaks = ((steps != 1) & (steps != 1 - lane_count)).nonzero()[0]
-    if not len(breaks):
-        return [(int(lanes[0]), len(lanes))]
-    firsts = [0, *(breaks + 1).tolist()]
-    return [(int(lanes[at]), end - at) for at, end in zip(firsts, [*firsts[1:], len(lanes)], strict=True)]
