@@ -5,8 +5,12 @@ from __future__ import annotations
 import io
 import json
 import unittest
+from contextlib import nullcontext, redirect_stderr, redirect_stdout
 from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -15,6 +19,7 @@ from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.test_utils import CustomTestCase
 
 from sglang.srt.mem_cache.hicache.cli import main as command
+from sglang.srt.mem_cache.hicache.cli.bench import run as bench_run
 from sglang.srt.mem_cache.hicache.cli.bench.config import BENCHES, BenchConfig
 from sglang.srt.mem_cache.hicache.cli.bench.figures import Figure, bounded, compared
 from sglang.srt.mem_cache.hicache.cli.bench.plans import (
@@ -129,6 +134,26 @@ class TestCommand(CustomTestCase):
         with pytest.raises(ReplayInputError, match=r"--only nothing: unknown; accepted: requests, evict"):
             BenchConfig(trace=DEFAULT_TRACE, only=("nothing",))
         self.assertEqual(command.main(["bench", "--only", "nothing"]), command.EXIT_BAD_INPUT)
+
+    def test_an_interrupt_leaves_the_table_and_the_file_of_what_had_ended(self) -> None:
+        def interrupted(*_: object) -> list[Figure]:
+            raise KeyboardInterrupt
+
+        figure = Figure(bench="plan", case="c", value=1.5, unit="ms", baseline=1.0, ratio=1.09678)
+        runners = {**RUNNERS, "plan": lambda *_: [figure], "deferred": interrupted}
+        with TemporaryDirectory() as folder, mock.patch.object(bench_run, "RUNNERS", runners):
+            target = Path(folder) / "bench.json"
+            table = io.StringIO()
+            with (
+                mock.patch.object(bench_run, "_one_rank", nullcontext),
+                redirect_stdout(table),
+                redirect_stderr(io.StringIO()),
+            ):
+                status = command.main(["bench", "--only", "plan", "--only", "deferred", "--json", str(target)])
+            found = json.loads(target.read_text(encoding="utf-8"))
+        self.assertEqual((status, found["not_run"]), (130, ["deferred"]))
+        self.assertEqual([one["case"] for one in found["figures"]], ["c"])
+        self.assertIn("1.097", table.getvalue())
 
     def test_fewer_than_five_rounds_are_refused(self) -> None:
         with pytest.raises(ReplayInputError, match=r"--rounds 4: must be at least 5"):

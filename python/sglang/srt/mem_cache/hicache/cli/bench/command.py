@@ -47,18 +47,27 @@ def _first_requests(config: BenchConfig) -> Trace:
 
 
 def _run(config: BenchConfig, trace: Trace, json_path: Path | None) -> int:
-    from sglang.srt.mem_cache.hicache.cli.bench.report import print_figures
     from sglang.srt.mem_cache.hicache.cli.bench.run import run_benches
     from sglang.srt.mem_cache.hicache.cli.replay.progress import show_progress
 
-    with show_progress(Console(stderr=True, force_terminal=sys.stderr.isatty()), unit="steps") as on_step:
-        figures = run_benches(config, trace, on_step)
+    figures: list[Figure] = []
+    try:
+        with show_progress(Console(stderr=True, force_terminal=sys.stderr.isatty()), unit="steps") as on_step:
+            run_benches(config, trace, on_step, figures)
+    finally:  # after an interrupt, what there is
+        if figures:
+            _report(config, trace, figures, json_path)
+    return EXIT_MISSED if any(figure.passed is False for figure in figures) else 0
+
+
+def _report(config: BenchConfig, trace: Trace, figures: Sequence[Figure], json_path: Path | None) -> None:
+    from sglang.srt.mem_cache.hicache.cli.bench.report import print_figures
+
     terminal = sys.stdout.isatty()
     try:
         print_figures(Console(force_terminal=terminal, width=None if terminal else PLAIN_WIDTH), figures)
     finally:  # also where nobody reads the table
         _write(config, trace, figures, json_path)
-    return EXIT_MISSED if any(figure.passed is False for figure in figures) else 0
 
 
 def _write(config: BenchConfig, trace: Trace, figures: Sequence[Figure], json_path: Path | None) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import platform
 from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich import box
@@ -36,7 +38,7 @@ def print_figures(console: Console, figures: Sequence[Figure]) -> None:
             figure.case,
             _quantity(figure.value, figure.unit),
             "" if figure.baseline is None else _quantity(figure.baseline, figure.unit),
-            "" if figure.ratio is None else f"{figure.ratio:.3g}",
+            "" if figure.ratio is None else f"{figure.ratio:.4g}",
             figure.baseline_name,
             _goal(figure),
         )
@@ -47,16 +49,27 @@ def print_figures(console: Console, figures: Sequence[Figure]) -> None:
 
 
 def to_json(config: BenchConfig, trace_name: str, figures: Sequence[Figure]) -> dict[str, object]:
-    """The run as plain JSON values."""
+    """The run as plain JSON values. `not_run` are the benchmarks that an interrupt left out."""
     return {
         "config": {**asdict(config), "trace": trace_name},
         "machine": {
-            "processor": platform.machine(),
+            "processor": _processor(),
             "cores": os.cpu_count(),
             "python": platform.python_version(),
+            **{name: version(name) for name in ("torch", "sglang", "sglang-kv-layouts")},
         },
         "figures": [asdict(figure) for figure in figures],
+        "not_run": [bench for bench in config.only if bench not in {figure.bench for figure in figures}],
     }
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return models[0] if models else platform.machine()
 
 
 def _quantity(value: float, unit: str) -> str:

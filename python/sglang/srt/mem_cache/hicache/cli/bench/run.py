@@ -36,12 +36,12 @@ RUNNERS: Mapping[str, Callable[[BenchConfig, Trace, OnStep], list[Figure]]] = {
 }
 
 
-def run_benches(config: BenchConfig, trace: Trace, on_step: OnStep) -> list[Figure]:
-    """Every figure of the benchmarks in ``config.only``, in the order of `RUNNERS`."""
+def run_benches(config: BenchConfig, trace: Trace, on_step: OnStep, figures: list[Figure]) -> None:
+    """Add every figure of the benchmarks in ``config.only`` to `figures`, one benchmark after the other."""
     with _one_rank():
-        return [
-            figure for name, run in RUNNERS.items() if name in config.only for figure in run(config, trace, on_step)
-        ]
+        for name, run in RUNNERS.items():
+            if name in config.only:
+                figures += run(config, trace, on_step)
 
 
 @contextmanager
