@@ -1,15 +1,15 @@
 """`PageRuns`: free pages, kept as runs of neighbours so that what is handed out lies together.
 
 A copy of neighbouring pages is one copy, so allocation should not take runs apart that it need not. A request for n
-pages gets the shortest run that holds n, or, if there is none, the longest runs until it has n. Pages that come back
-join the free runs beside them::
+pages gets the shortest run that holds n, or, if there is none, the longest run and as before for the rest. Pages that
+come back join the free runs beside them::
 
-    free     0 1 2 . . 5 6 . . . 10 11 12 13        take(2) -> 5 6       take(5) -> 10 11 12 13, 0
+    free     0 1 2 . . 5 6 . . . 10 11 12 13        take(2) -> 5 6                 or take(5) -> 10 11 12 13, 5
 
 Pages may have *owners in turn*, page p the owner ``p % turn``. A request then says whose page comes first, and what
 lies in a run before that page stays free::
 
-    turn 3   0 1 2 . . 5 6 . . . 10 11 12 13        take(2, owner=1) -> 10 11       take(2, owner=2) -> 5 6
+    turn 3   0 1 2 . . 5 6 . . . 10 11 12 13        take(2, owner=1) -> 1 2        or take(3, owner=1) -> 10 11 12
 
 Which run is taken depends on nothing but the calls made, so mirrored lists stay equal on all ranks. Runs of equal
 length, and of the same first owner, are stacks; finding one is a search among the lengths that occur, of which there
@@ -66,7 +66,11 @@ def pages_by_lane(lanes: LaneArray, lane_count: int) -> PageArray:
 
 
 class PageRuns:
-    """The free ones of pages ``first .. first + pages - 1``; all are free at first."""
+    """The free ones of pages ``first .. first + pages - 1``; all are free at first.
+
+    Of each run of n pages from s on, and of nothing else, ``_length_at[s]`` is n, ``_start_before[s + n]`` is s, and s
+    is in ``_starts_of[n * turn + s % turn]``; ``_keys`` are the keys of the last, ascending.
+    """
 
     def __init__(self, pages: int, first: int = 0, *, turn: int = 1) -> None:
         self.free = 0

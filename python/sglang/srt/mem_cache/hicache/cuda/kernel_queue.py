@@ -68,8 +68,11 @@ class KernelQueue:
             self._launch(self._ring.free_slot(1), pages=0)  # compiles, so that no request has to wait for it
 
     def send(self, plan: CopyPlan) -> Pairs:
-        """Send the page pairs of `plan` to the device. They are to be launched before others are sent."""
-        with torch.cuda.stream(self.stream):  # a new slot's memory must come from what this stream has freed
+        """Send the page pairs of `plan` to the device.
+
+        They are to be launched before others are sent: until then their slot counts as free.
+        """
+        with torch.cuda.stream(self.stream):  # torch gives a new slot memory that no other stream still uses
             slot = self._ring.free_slot(2 * plan.pages)
             pages = write_pairs(plan, slot.table)
             slot.upload(2 * pages)
@@ -82,7 +85,7 @@ class KernelQueue:
 
     def _launch(self, slot: Slot, *, pages: int) -> None:
         self._kernel.launch(slot.on_device, pages=pages, stream=self.stream)
-        self._counted = (self._counted + self._programs) % (1 << 32)  # at once: it will count, whatever fails next
+        self._counted = (self._counted + self._programs) % (1 << 32)  # each layer; at once, whatever fails next
         slot.release(self.stream)
 
     def wait_for_layer(self, layer: int, stream: torch.cuda.Stream) -> None:

@@ -4,8 +4,8 @@
                  └─▶ short runs   page kernel      one launch for all layers, on a stream of its own
 
 Both at once keep the link full. In a load, the direction's stream waits for the kernel's count after each layer's
-copies, so an event recorded there covers the layer; in a backup, for the kernel's end. What the kernel reads comes
-through a pinned slot, which is not used again before the kernel has ended.
+copies, so an event recorded there covers the layer; in the end it waits for the kernel's stream. What the kernel reads
+comes through a pinned slot, which is not used again before the kernel has ended.
 """
 
 from __future__ import annotations

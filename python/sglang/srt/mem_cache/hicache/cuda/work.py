@@ -75,7 +75,7 @@ class WorkShape:
         self._device_strides = _by_kind([page_map.device_stride for page_map in maps])
         page_bytes = _by_kind([page_map.page_bytes for page_map in maps])
         self._page_bytes = np.where(self._host_bases != 0, page_bytes, 0)  # [layers, kinds, 1]
-        self._buffers = int(np.count_nonzero(self._page_bytes))
+        self._copies_per_run = int(np.count_nonzero(self._page_bytes))  # a layer without a kind has none
         self._few_copies = few_copies
         self._smallest_page_bytes = int(page_bytes.min())
         self._long_pages = _long_pages(int(page_bytes.max()), long_copy_bytes, merges=self._merges)
@@ -88,7 +88,7 @@ class WorkShape:
         if self._long_pages is None:
             return Work(short=plan)
         short = lengths < self._long_pages
-        if self._few_and_not_small(lengths[short]):
+        if not short.any() or self._few_and_not_small(lengths[short]):
             return Work(copies=self._copies(plan))
         if short.all():
             return Work(short=plan)
@@ -96,12 +96,9 @@ class WorkShape:
 
     def _few_and_not_small(self, lengths: PageArray) -> bool:
         """Whether copy engines may have these runs although they are short."""
-        if not len(lengths):
-            return True
         copies, shortest = (len(lengths), lengths.min()) if self._merges else (lengths.sum(), 1)
-        return bool(
-            copies * self._buffers <= self._few_copies and shortest * self._smallest_page_bytes >= SMALL_COPY_BYTES
-        )
+        few = copies * self._copies_per_run <= self._few_copies
+        return bool(few and shortest * self._smallest_page_bytes >= SMALL_COPY_BYTES)
 
     def _copies(self, plan: CopyPlan) -> Copies:
         """A copy for each kind and run, or for each kind and page where neighbours do not join; kinds side by side."""
@@ -113,7 +110,7 @@ class WorkShape:
         host = self._host_bases + self._host_strides * host  # [layers, kinds, copies]
         device = self._device_bases + self._device_strides * device
         sizes = self._page_bytes * lengths
-        if self._buffers < self._page_bytes.size:
+        if self._copies_per_run < self._page_bytes.size:
             real = sizes > 0
             ends = real.sum(axis=(1, 2)).cumsum().tolist()
             return Copies(host=host[real], device=device[real], sizes=sizes[real], ends=ends)
