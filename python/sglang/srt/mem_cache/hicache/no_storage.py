@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, TypeGuard
 
+from sglang.srt.mem_cache.layouts.checks import storage_refusal
 from sglang.srt.mem_cache.layouts.errors import LayoutConfigError
 
 if TYPE_CHECKING:
@@ -28,12 +29,10 @@ def refuse_storage_backend(layout: KVLayoutStrategy[Any], backend: str | None) -
 
 
 def _refusal(layout: KVLayoutStrategy[Any], backend: str) -> str:
-    able = "it can name its pages, but no storage tier asks it to yet"
-    why = able if names_pages(layout) else "it cannot name its pages for a storage tier"
-    return (
-        f"--kv-layout-strategy {layout.name} does not support --hicache-storage-backend {backend}: {why}; "
-        "drop --hicache-storage-backend (accepted: none)"
-    )
+    name = layout.name
+    if names_pages(layout):
+        return storage_refusal(name, backend, "it can name its pages, but no storage tier asks it to yet")
+    return storage_refusal(name, backend)
 
 
 class NoStorageTier:

@@ -121,9 +121,8 @@ class PageLanes:
         if len(self._free) == 1:
             return by_lane
         taken = np.empty_like(by_lane)
-        taken[lanes.argsort(kind="stable")] = (
-            by_lane  # the n-th page of a lane goes where `lanes` names it the n-th time
-        )
+        # The n-th page of a lane goes where `lanes` names it the n-th time.
+        taken[lanes.argsort(kind="stable")] = by_lane
         return taken
 
     def give(self, pages: PageArray) -> None:

@@ -14,11 +14,15 @@ SERVED_POOLS = (PoolKind.DSA, PoolKind.MLA, PoolKind.MHA)
 def refuse_storage(layout: str, environment: LayoutEnvironment) -> None:
     """Raise `LayoutConfigError` for a storage backend: it would store pages under keys that do not describe them."""
     if environment.storage_backend is not None:
-        raise LayoutConfigError(
-            f"--kv-layout-strategy {layout} does not support --hicache-storage-backend "
-            f"{environment.storage_backend}: it cannot name its pages for a storage tier; "
-            "drop --hicache-storage-backend (accepted: none)"
-        )
+        raise LayoutConfigError(storage_refusal(layout, environment.storage_backend))
+
+
+def storage_refusal(layout: str, backend: str, why: str = "it cannot name its pages for a storage tier") -> str:
+    """The one line that refuses a storage backend."""
+    return (
+        f"--kv-layout-strategy {layout} does not support --hicache-storage-backend {backend}: {why}; "
+        "drop --hicache-storage-backend (accepted: none)"
+    )
 
 
 def refuse_unknown_pool(layout: str, environment: LayoutEnvironment) -> None:
