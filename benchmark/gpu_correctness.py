@@ -60,6 +60,8 @@ LAYERS = 4
 DEVICE_PAGES = 96
 HOLD_CYCLES = 400_000_000
 WORLD = 4
+STREAMS_SHARE_A_QUEUE = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
+"""Then what computes the next chain waits for a held stream as well, and no backup is still held after it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -253,12 +255,8 @@ class Rank:
         self.insert(trunk, pages)
         self.insert(single, single_pages)
         self.insert(branch, self.compute(branch))  # splits the trunk while its backup is under way
-        held = not self.controller.ack_write_queue[0].finish_event.query()
-        self.problems.expect(held, "the backup was not held back")
-        self.cache.check_hicache_events()
-        self.problems.expect(len(self.cache.ongoing_write_through) == 3, "a backup was settled before its copy")
-        evicted = self.cache.evict(EvictParams(num_tokens=self.allocator.size)).num_tokens_evicted
-        self.problems.expect(evicted == 0, f"{evicted} tokens evicted during their backup")
+        if not STREAMS_SHARE_A_QUEUE:
+            self.expect_held_backups(3)
         self.settle()
         self.check_state("after backup")
         self.evict_all()
@@ -268,6 +266,15 @@ class Rank:
         self.evict_all()
         self.load_and_read(trunk, "trunk again")
         self.problems.expect(self.cache.stats.loads == 4, f"{self.cache.stats.loads} loads acknowledged, not 4")
+
+    def expect_held_backups(self, count: int) -> None:
+        """As long as copies are under way nothing is settled, and nothing that they read is evicted."""
+        held = not self.controller.ack_write_queue[0].finish_event.query()
+        self.problems.expect(held, "the backup was not held back")
+        self.cache.check_hicache_events()
+        self.problems.expect(len(self.cache.ongoing_write_through) == count, "a backup was settled before its copy")
+        evicted = self.cache.evict(EvictParams(num_tokens=self.allocator.size)).num_tokens_evicted
+        self.problems.expect(evicted == 0, f"{evicted} tokens evicted during their backup")
 
     def evict_all(self) -> None:
         """Everything leaves the device, which is overwritten; new pages come in another order."""

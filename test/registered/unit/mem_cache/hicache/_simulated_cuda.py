@@ -45,6 +45,7 @@ class SimulatedCuda:
     def __init__(self, seed: int, *, one_queue: bool = False) -> None:
         self.rng = random.Random(seed)
         self.submitted = count()
+        self.steps = 0
         self._one_queue = one_queue
         self.streams: list[Stream] = []
         self.kernels = 0
@@ -90,6 +91,7 @@ class SimulatedCuda:
             able = [min(able, key=lambda stream: stream.work[0].number)]
         able = [stream for stream in able if stream.work[0].ready()]
         if able:
+            self.steps += 1
             self.rng.choice(able).step()
         return bool(able)
 
@@ -174,6 +176,8 @@ class Event:
 
     def __init__(self) -> None:
         self._passed = [True]
+        self.passed_at: int | None = None
+        """When it was passed last, as a number that grows with everything that the device does."""
 
     def record(self, stream: Stream | None = None) -> None:
         """As in torch."""
@@ -181,6 +185,7 @@ class Event:
 
         def passes() -> None:
             passed[0] = True
+            self.passed_at = SimulatedCuda.active.steps
 
         (stream or SimulatedCuda.active.current).submit(passes)
 

@@ -78,9 +78,14 @@ class KernelQueue:
             slot.upload(2 * pages)
         return Pairs(queue=self, slot=slot, pages=pages)
 
-    def launch(self, pairs: Pairs, *, after: torch.Event) -> None:
-        """Submit the copy of `pairs`, to begin after the event."""
-        self.stream.wait_event(after)
+    def launch(self, pairs: Pairs, *, behind: torch.cuda.Stream, started: torch.Event) -> None:
+        """Submit the copy of `pairs`, to begin after what `behind` has been given so far; records `started` then.
+
+        The event is the last thing before the launch: an idle device comes to it at once, and has to wait for the
+        calling thread until there is a kernel.
+        """
+        self.stream.wait_stream(behind)
+        started.record(self.stream)
         self._launch(pairs.slot, pages=pairs.pages)
 
     def _launch(self, slot: Slot, *, pages: int) -> None:

@@ -23,7 +23,7 @@ from .page_maps import page_maps
 from .work import WorkShape
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from sglang.srt.managers.cache_controller import LayerLoadingEvent
     from sglang.srt.mem_cache.l2_transfer import L2TransferEngine
@@ -79,7 +79,7 @@ class CudaPageCopier:
     def load(self, copies: CopyPlan, engine: L2TransferEngine, producer: LayerLoadingEvent) -> TransferCompletion:
         """Submit host to device, after `producer.start_event`; `producer` records an event after each layer."""
         stream = _cuda_stream(engine.host_to_device_stream)
-        return self._submit(copies, stream, after=producer.start_event, layer_done=producer.complete)
+        return self._submit(copies, stream, after=producer.start_event, layer_events=producer.load_events)
 
     def _submit(
         self,
@@ -87,29 +87,30 @@ class CudaPageCopier:
         stream: torch.cuda.Stream,
         *,
         after: torch.Event,
-        layer_done: Callable[[int], None] | None = None,
+        layer_events: Sequence[torch.Event] | None = None,
     ) -> TransferCompletion:
-        """Submit `plan` on `stream`. A load has `layer_done`, which is told after each layer, with `stream` current."""
-        to_device = layer_done is not None
+        """Submit `plan` on `stream`. A load has `layer_events`, of which one is recorded after each layer."""
+        to_device = layer_events is not None
         work = self._work.divide(plan)
         pairs = None if work.short is None else self._kernels[to_device].send(work.short)
         tables = None if work.copies is None else _tables(work.copies, to_device=to_device)
         started, finished, timed = make_timing_event_pair()
-        with torch.cuda.stream(stream):
+        with torch.cuda.stream(stream):  # events get it all the same: torch takes 6 us to look for it, not 1
             after.wait(stream)
-            started.record()
-            if pairs is not None:
-                pairs.queue.launch(pairs, after=started)
+            if pairs is None:
+                started.record(stream)
+            else:
+                pairs.queue.launch(pairs, behind=stream, started=started)
             for layer in range(self._layers):
                 if tables is not None:
                     self._engines.submit(tables, layer, stream=stream)
-                if layer_done is not None:
+                if layer_events is not None:
                     if pairs is not None:
                         pairs.queue.wait_for_layer(layer, stream)
-                    layer_done(layer)
+                    layer_events[layer].record(stream)
             if pairs is not None:
                 stream.wait_stream(pairs.queue.stream)
-            finished.record()
+            finished.record(stream)
         return TransferCompletion(started, finished, timed)
 
 

@@ -44,6 +44,7 @@ class Transfer:
     pages: tuple[PageArray, PageArray]
     wanted: list[np.ndarray[Any, Any]]
     completion: TransferCompletion
+    begun: Event
     used: Event
 
 
@@ -84,6 +85,8 @@ class Traffic:
         late = self._random(len(pages[HOST])) if to_device else wanted
         forward = self.cuda.current
         forward.submit(lambda: self._write(DEVICE, pages, late))
+        begun = Event()
+        begun.record()
         if not to_device:
             completion = self.copier.back_up(plan, self.engine)
         else:
@@ -96,13 +99,17 @@ class Traffic:
                 self.consumer.submit(partial(self._check, "at its event", DEVICE, pages, wanted, layer))
         used = Event()
         used.record(self.consumer)
-        self.flying.append(Transfer(pages=pages, wanted=wanted, completion=completion, used=used))
+        self.flying.append(Transfer(pages=pages, wanted=wanted, completion=completion, begun=begun, used=used))
 
     def settle(self) -> None:
         """Wait for the oldest transfer, and use the pages that it read for something else."""
         transfer = self.flying.pop(0)
         while not transfer.completion.finish_event.query():
             assert self.cuda.step(), "a transfer never ends"
+        events = (transfer.begun, transfer.completion.start_event, transfer.completion.finish_event)
+        times = [event.passed_at or 0 for event in events]
+        if not 0 < times[0] < times[1] < times[2]:
+            self.wrong.append(f"a transfer whose data was there at {times[0]} ran from {times[1]} to {times[2]}")
         for side in (HOST, DEVICE):
             self._check("when it has ended", side, transfer.pages, transfer.wanted)
         self.settled.append(transfer)
@@ -179,6 +186,23 @@ class TestStreamOrder(CustomTestCase):
             traffic = Traffic(cuda, long_copy_bytes=0)
             self.assertEqual(cuda.kernels, 0)
             self.run_traffic(traffic, 24)
+
+    def test_a_transfer_of_the_kernel_has_started_before_its_first_byte_is_moved(self) -> None:
+        for seed in range(SEEDS):
+            with self.subTest(seed=seed), SimulatedCuda(seed) as cuda:
+                traffic = Traffic(cuda, long_copy_bytes=1 << 20)
+                for side, to_device in ((HOST, False), (DEVICE, True)):
+                    traffic.submit(to_device=to_device)
+                    transfer = traffic.flying[-1]
+                    written = transfer.pages[DEVICE] if to_device else transfer.pages[HOST]
+                    while not transfer.begun.query():
+                        cuda.step()
+                    before = [buffer[:, written].copy() for buffer in traffic.sides[side]]
+                    while not transfer.completion.start_event.query():
+                        cuda.step()
+                    for buffer, bytes_before in zip(traffic.sides[side], before, strict=True):
+                        self.assertTrue(np.array_equal(buffer[:, written], bytes_before))
+                    cuda.drain()
 
     def test_counts_go_on_past_2_to_the_32(self) -> None:
         for seed in range(SEEDS // 4):
