@@ -79,14 +79,14 @@ class Case:
 
 
 def all_cases() -> list[Case]:
-    """Layouts and ranks with every pool, over both backends and both host layouts."""
+    """Layouts and ranks with every pool, over both backends and the host layouts; `page_first` by SGLang's engine."""
     ways = [("kernel", "layer_first"), ("direct", "page_first_direct"), ("direct", "layer_first"),
-            ("kernel", "page_first_direct")]  # fmt: skip
+            ("kernel", "page_first_direct"), ("kernel", "page_first")]  # fmt: skip
     cases = [
         Case(layout=layout, ranks=ranks, pool=pool, io_backend=io_backend, mem_layout=mem_layout)
-        for layout, ranks in (("identity", 1), ("cp_shared", 2), ("cp_shared", 4), ("identity", 2))
+        for layout, ranks, count in (("identity", 1, 5), ("cp_shared", 2, 5), ("cp_shared", 4, 4), ("identity", 2, 1))
         for pool in GEOMETRIES
-        for io_backend, mem_layout in (ways if (layout, ranks) != ("identity", 2) else ways[:1])
+        for io_backend, mem_layout in ways[:count]
     ]
     return cases
 
