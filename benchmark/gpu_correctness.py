@@ -20,6 +20,7 @@ import traceback
 from array import array
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -307,8 +308,8 @@ def hold(stream: Any) -> None:  # noqa: ANN401  # torch leaves its streams untyp
 def rehearse(number: int) -> None:
     """A case of its own on every rank: kernels are loaded at their first use, which can wait for a held stream."""
     groups = [dist.new_group([rank]) for rank in range(WORLD)]
-    for pool in GEOMETRIES:
-        case = Case(layout="identity", ranks=1, pool=pool, io_backend="kernel", mem_layout="layer_first")
+    for pool, mem_layout in product(GEOMETRIES, ("layer_first", "page_first")):
+        case = Case(layout="identity", ranks=1, pool=pool, io_backend="kernel", mem_layout=mem_layout)
         wrong, _ = run_case(case, 0, groups[number])
         if wrong and number == 0:
             print("rehearsal: " + "; ".join(line[-600:] for line in wrong), flush=True)
