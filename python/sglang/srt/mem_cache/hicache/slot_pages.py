@@ -6,8 +6,8 @@ Both hand out pages for a pattern of lanes, and keep runs of neighbours long (`p
     1 2 0 1 2 0       lane 0: rows 4, 5   lane 1: rows 7, 8 ..     pages 13 14 15 16 17 18
                       neighbours are rows of one owner             neighbours are slots: a chain is a range of slots
 
-The first is for any strategy. The second costs a chain the same however many lanes there are; pages that are wanted out
-of turn, as those of many requests that decode, cost a search each.
+The first is for any strategy. The second costs a chain the same however many lanes there are. Single pages, as those of
+requests that decode, cost a search each; if there are many they are put in turn first.
 """
 
 from __future__ import annotations
@@ -24,7 +24,12 @@ from sglang.srt.mem_cache.layouts.pages import NO_PAGES, LaneArray, PageArray
 from .page_runs import PageRuns, pages_by_lane, pages_of_runs, runs_of_pages
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from sglang.srt.mem_cache.layouts.registry import AnyKVLayoutStrategy
+
+_MANY_CHAINS = 24
+"""From so many chains on, most of them single pages, putting them in turn costs less than a search for each."""
 
 
 class SlotPages(Protocol):
@@ -168,10 +173,19 @@ class PageTurns:
         room = list(map(sub, self._room, needed))
         if min(room) < 0:
             return None
-        taken = pages_of_runs(run for lane, n in self._chains(lanes) for run in self._free.take(n, lane))
+        chains = self._chains(lanes)
+        order = None
+        if len(chains) >= _MANY_CHAINS and 2 * len(chains) >= len(lanes):
+            order = _in_turns(lanes, needed)
+            chains = self._chains(lanes[order])
+        taken = pages_of_runs(run for lane, n in chains for run in self._free.take(n, lane))
         self._room = room
         self._in_use.add(taken)
-        return taken
+        if order is None:
+            return taken
+        pages = np.empty_like(taken)
+        pages[order] = taken
+        return pages
 
     def _chains(self, lanes: LaneArray) -> list[tuple[int, int]]:
         """`lanes` in parts that go on in turn: first lane and length. There are no more of them than pages."""
@@ -196,6 +210,14 @@ class PageTurns:
     def all_free(self) -> PageArray:
         """Every free page, ascending."""
         return pages_of_runs(self._free.runs())
+
+
+def _in_turns(lanes: LaneArray, counts: Sequence[int]) -> PageArray:
+    """`lanes` in another order, as their places: each lane once, ascending, then those wanted twice, and so on."""
+    by_lane = lanes.argsort(kind="stable")
+    firsts = np.cumsum(counts) - counts
+    turns = np.arange(len(lanes)) - np.repeat(firsts, counts)
+    return by_lane[turns.argsort(kind="stable")]
 
 
 def _runs_of(pages: PageArray, places: PageArray) -> list[tuple[int, int]]:

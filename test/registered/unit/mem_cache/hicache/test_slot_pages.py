@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import unittest
 from typing import TYPE_CHECKING
+from unittest.mock import patch
 
 import numpy as np
 from hypothesis import given, settings
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.test_utils import CustomTestCase
 
+from sglang.srt.mem_cache.hicache.page_runs import PageRuns
 from sglang.srt.mem_cache.hicache.slot_pages import PageLanes, PageTurns, slot_pages
 from sglang.srt.mem_cache.layouts import CpSharedLayout, IdentityLayout
 from sglang.srt.mem_cache.layouts.errors import LayoutConfigError, LayoutInvariantError
@@ -145,6 +147,27 @@ class TestPageTurns(CustomTestCase):
     def test_chains_of_several_requests_are_ranges_one_after_the_other(self) -> None:
         pages = make(PageTurns)
         self.assertEqual(take(pages, 0, 1, 2, 2, 0, 1), [3, 4, 5, 8, 9, 10])
+
+    def test_many_single_pages_make_whole_turns_and_take_few_searches(self) -> None:
+        rng = np.random.default_rng(5)
+        pages = make(PageTurns, lanes=4, rows=40)
+        for times in ([16, 16, 16, 16], [20, 14, 16, 18]):
+            wanted = rng.permutation(np.repeat(np.arange(4), times)).astype(np.int16)
+            with patch.object(PageRuns, "take", autospec=True, side_effect=PageRuns.take) as searches:
+                taken = pages.take(wanted)
+            assert taken is not None
+            np.testing.assert_array_equal(taken % 4, wanted)
+            self.assertEqual(len(np.unique(taken)), len(wanted))
+            self.assertLessEqual(searches.call_count, 1 if len(set(times)) == 1 else 8)
+        self.assertEqual(pages.room(), [4, 10, 8, 6])
+
+    def test_chains_are_ranges_however_many_they_are(self) -> None:
+        pages = make(PageTurns, lanes=4, rows=100)
+        chains = [(first + np.arange(5)) % 4 for first in [2, 0, 3, 1] * 10]
+        taken = pages.take(np.concatenate(chains).astype(np.int16))
+        assert taken is not None
+        for chain in np.split(taken, 40):
+            self.assertEqual(chain.tolist(), list(range(chain[0], chain[0] + 5)))
 
     def test_what_comes_back_joins_its_neighbours(self) -> None:
         pages = make(PageTurns, rows=3)

@@ -7,6 +7,7 @@ import json
 import unittest
 from contextlib import nullcontext, redirect_stderr, redirect_stdout
 from dataclasses import replace
+from itertools import permutations
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
@@ -20,6 +21,7 @@ from sglang.test.test_utils import CustomTestCase
 
 from sglang.srt.mem_cache.hicache.cli import main as command
 from sglang.srt.mem_cache.hicache.cli.bench import run as bench_run
+from sglang.srt.mem_cache.hicache.cli.bench import tree_sizes
 from sglang.srt.mem_cache.hicache.cli.bench.config import BENCHES, BenchConfig
 from sglang.srt.mem_cache.hicache.cli.bench.figures import Figure, bounded, compared
 from sglang.srt.mem_cache.hicache.cli.bench.plans import (
@@ -32,7 +34,7 @@ from sglang.srt.mem_cache.hicache.cli.bench.plans import (
 from sglang.srt.mem_cache.hicache.cli.bench.report import print_figures, to_json
 from sglang.srt.mem_cache.hicache.cli.bench.run import RUNNERS
 from sglang.srt.mem_cache.hicache.cli.bench.runs import run_share
-from sglang.srt.mem_cache.hicache.cli.bench.tree_sizes import growth_exponent
+from sglang.srt.mem_cache.hicache.cli.bench.tree_sizes import TreeTimes, bench_evict, bench_scale, growth_exponent
 from sglang.srt.mem_cache.hicache.cli.replay.config import ReplayInputError
 from sglang.srt.mem_cache.hicache.cli.replay.trace import DEFAULT_TRACE, read_trace
 from sglang.srt.mem_cache.layouts import CpSharedLayout
@@ -96,6 +98,33 @@ class TestPlanning(CustomTestCase):
         assert figure.ratio is not None
         self.assertEqual(figure.passed, figure.ratio <= 0.05)
         self.assertLess(figure.ratio, 0.5, "by page is faster by far, however busy the machine is")
+
+
+class TestTreeSizes(CustomTestCase):
+    """Eviction and growth are read off the same trees; neither may go by the other's name."""
+
+    def setUp(self) -> None:
+        micros = {"match": 1.0, "evict device": 2.0, "evict host": 3.0}
+        replaced = {
+            "OurSubject": mock.MagicMock(),
+            "subjects_runtime": lambda _: nullcontext(),
+            "_time_ours": lambda _, sizes: [TreeTimes(leaves=leaves, micros=micros) for leaves in sizes],
+            "_their_times": lambda _: {},
+        }
+        for name, instead in replaced.items():
+            self.enterContext(mock.patch.object(tree_sizes, name, instead))
+
+    def test_progress_and_figures_have_the_name_that_was_chosen(self) -> None:
+        trace = read_trace(DEFAULT_TRACE, max_requests=1)
+        total = sum(CONFIG.tree_sizes)
+        for order in permutations({"evict": bench_evict, "scale": bench_scale}.items()):
+            with mock.patch.object(tree_sizes, "_measured", {}):
+                for name, bench in order:  # the second finds the trees measured
+                    steps: list[tuple[str, int, int]] = []
+                    figures = bench(CONFIG, trace, lambda *step, into=steps: into.append(step))
+                    self.assertEqual({step[0] for step in steps}, {name})
+                    self.assertEqual(steps[-1], (name, total, total))
+                    self.assertEqual({figure.bench for figure in figures}, {name})
 
 
 class TestReport(CustomTestCase):

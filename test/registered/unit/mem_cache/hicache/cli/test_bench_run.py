@@ -34,6 +34,8 @@ def test_every_benchmark_gives_figures_and_a_missed_goal_is_exit_status_1(tmp_pa
     assert ended.returncode in (0, 1), ended.stderr[-2000:]
     found = json.loads(target.read_text(encoding="utf-8"))
     assert list(dict.fromkeys(figure["bench"] for figure in found["figures"])) == list(BENCHES)
+    shown = [line.partition(": ")[0] for line in ended.stderr.splitlines() if line.endswith(" steps")]
+    assert list(dict.fromkeys(shown)) == list(BENCHES)
     missed = [figure for figure in found["figures"] if figure["passed"] is False]
     assert ended.returncode == bool(missed)
     judged = [figure for figure in found["figures"] if figure["passed"] is not None]

@@ -57,7 +57,7 @@ _measured: dict[BenchConfig, list[TreeTimes]] = {}
 
 def bench_evict(config: BenchConfig, trace: Trace, on_step: OnStep) -> list[Figure]:
     """Eviction of one page from the device and from the host, beside SGLang's trees where those finish."""
-    ours = our_times(config, on_step)
+    ours = our_times("evict", config, on_step)
     theirs = _their_times(config)
     figures: list[Figure] = []
     for tier in ("device", "host"):
@@ -77,7 +77,7 @@ def bench_evict(config: BenchConfig, trace: Trace, on_step: OnStep) -> list[Figu
 
 def bench_scale(config: BenchConfig, trace: Trace, on_step: OnStep) -> list[Figure]:
     """How each operation of ours grows with the tree: the exponent of a power law fitted to the medians."""
-    ours = our_times(config, on_step)
+    ours = our_times("scale", config, on_step)
     figures: list[Figure] = []
     for operation in ours[0].micros:
         figures.extend(
@@ -101,10 +101,16 @@ def growth_exponent(sizes: list[int], times: list[float]) -> float:
     return float(np.polyfit(np.log(sizes), np.log(times), 1)[0])
 
 
-def our_times(config: BenchConfig, on_step: OnStep) -> list[TreeTimes]:
-    """Grow our tree to each size and time its operations; done once for a configuration."""
+def our_times(bench: str, config: BenchConfig, on_step: OnStep) -> list[TreeTimes]:
+    """Grow our tree to each size and time its operations, with the progress of `bench`.
+
+    Done once for a configuration: a later benchmark gets the same times and has all its steps done.
+    """
     if config not in _measured:
-        _measured[config] = _grow_ours(config, on_step)
+        _measured[config] = _grow_ours(bench, config, on_step)
+    else:
+        total = sum(config.tree_sizes)
+        pass
     return _measured[config]
 
 
@@ -118,7 +124,7 @@ def _sizes(leaves: int) -> PoolSizes:
     return PoolSizes(page_size=PAGE_SIZE, device_tokens=(leaves + SPARE_PAGES) * PAGE_SIZE, host_ratio=1.25)
 
 
-def _grow_ours(config: BenchConfig, on_step: OnStep) -> list[TreeTimes]:
+def _grow_ours(bench: str, config: BenchConfig, on_step: OnStep) -> list[TreeTimes]:
     total = sum(config.tree_sizes)
     subjects: list[OurSubject] = []
     done = 0
@@ -129,7 +135,7 @@ def _grow_ours(config: BenchConfig, on_step: OnStep) -> list[TreeTimes]:
             for number in range(leaves):
                 subject.serve(leaf_tokens(number, PAGE_SIZE))
                 if number % 1_000 == 999:
-                    on_step("scale", done + number + 1, total)
+                    on_step(bench, done + number + 1, total)
         done += leaves
         subjects.append(subject)
     found = _time_ours(subjects, config.tree_sizes)
