@@ -37,7 +37,8 @@ class SimulatedCuda:
     """Stands in for the device between enter and exit; `seed` draws the order of work.
 
     With `one_queue` everything is done in the order of submission, as where streams share a queue of the hardware.
-    `refuse_copy` counts down to the copy that CUDA refuses; `refuse_launch` and `refuse_release` are for one call.
+    `refuse_copy` counts down to the copy that CUDA refuses, `refuse_wait` to the wait for a count; `refuse_launch` and
+    `refuse_release` are for one call. `shapes` are those of the kernels that were made, by whether they load.
     """
 
     active: ClassVar[SimulatedCuda]
@@ -48,9 +49,10 @@ class SimulatedCuda:
         self.steps = 0
         self._one_queue = one_queue
         self.streams: list[Stream] = []
-        self.kernels = 0
+        self.shapes: dict[bool, KernelShape] = {}
         self.cudaGetErrorString = lambda code: b"refused"
         self.refuse_copy: int | None = None
+        self.refuse_wait: int | None = None
         self.refuse_launch = False
         self.refuse_release = False
         self._patches = ExitStack()
@@ -123,6 +125,11 @@ class SimulatedCuda:
     def cuStreamWaitValue32_v2(self, handle: int, address: int, value: int, flags: int) -> int:
         """CU_STREAM_WAIT_VALUE_GEQ: the difference, as a signed number, is not negative."""
         assert flags == 0
+        if self.refuse_wait is not None:
+            self.refuse_wait -= 1
+            if self.refuse_wait < 0:
+                self.refuse_wait = None
+                return 801
         counter = ctypes.c_uint32.from_address(address)
         self.streams[handle - 1].submit(ready=lambda: (counter.value - value) % (1 << 32) < 1 << 31)
         return 0
@@ -225,7 +232,7 @@ class SimulatedKernel:
     """Whole pages in place of chunks, by programs that go on in any order."""
 
     def __init__(self, maps: torch.Tensor, counters: torch.Tensor, *, to_device: bool, shape: KernelShape) -> None:
-        SimulatedCuda.active.kernels += 1
+        SimulatedCuda.active.shapes[to_device] = shape
         self._layers = maps.reshape(len(counters), -1, MAP_COLUMNS).tolist()
         self._counters = counters
         self._to_device = to_device

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import unittest
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
+from unittest.mock import ANY, Mock, call, patch
 
 import numpy as np
 from _caches import LAYERS, CacheSpec, CacheTestCase, Rank, chain, page_views
@@ -182,6 +184,32 @@ class TestLoadMapping(CacheTestCase):
             (ack,) = rank.controller.ack_load_queue
             self.assertEqual((ack.node_ids, ack.num_tokens), ([1, 2], 16))
             self.assertEqual(len(rank.engine.loads), 1)
+
+    def test_a_load_comes_after_its_start_event_and_the_forward_pass_and_fills_the_counter_that_is_returned(
+        self,
+    ) -> None:
+        group = Group(CacheSpec())
+        pages = _alloc(group, [0, 1, 2])
+        for rank in group.ranks:
+            controller = rank.controller
+            for fence in (object(), None):
+                log = Mock()
+                events = [
+                    SimpleNamespace(start_event=getattr(log, f"start_{at}"), finish_event=Mock()) for at in range(3)
+                ]
+                controller.load([_write(rank, pages)], node_id=1)
+                engine = SimpleNamespace(host_to_device_stream=log.to_device, device_to_host_stream=log.to_host)
+                with (
+                    patch.object(controller, "transfer", log),
+                    patch.object(log, "engine", engine),
+                    patch.object(log, "bytes_per_token", 1),
+                    patch.object(controller.layer_done_counter, "events", events),
+                    patch.object(controller, "load_fence_stream", fence),
+                ):
+                    index = controller.start_loading()
+                wanted = [getattr(call, f"start_{index}").record()]
+                wanted += [] if fence is None else [call.to_device.wait_stream(fence)]
+                self.assertEqual(log.method_calls, [*wanted, call.load(ANY, events[index])])
 
     def test_nothing_queued_starts_nothing(self) -> None:
         (rank, *_) = Group(CacheSpec()).ranks

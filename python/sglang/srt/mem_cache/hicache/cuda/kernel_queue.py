@@ -49,7 +49,7 @@ class Pairs:
 class KernelQueue:
     """Launches the page kernel for the pools behind `maps`, one copy after the other, on `stream`.
 
-    Raises `OSError` if CUDA's driver library cannot be loaded.
+    Raises `OSError` if CUDA's driver library cannot be loaded, `RuntimeError` if it cannot wait for a count.
     """
 
     def __init__(self, maps: Sequence[PageMap], *, device: torch.device, to_device: bool, shape: KernelShape) -> None:
@@ -66,6 +66,7 @@ class KernelQueue:
         with torch.cuda.stream(self.stream):
             self._ring = PinnedRing(device)
             self._launch(self._ring.free_slot(1), pages=0)  # compiles, so that no request has to wait for it
+        self.wait_for_layer(0, self.stream)  # a driver that refuses to wait does so now
 
     def send(self, plan: CopyPlan) -> Pairs:
         """Send the page pairs of `plan` to the device.
@@ -78,14 +79,15 @@ class KernelQueue:
             slot.upload(2 * pages)
         return Pairs(queue=self, slot=slot, pages=pages)
 
-    def launch(self, pairs: Pairs, *, behind: torch.cuda.Stream, started: torch.Event) -> None:
-        """Submit the copy of `pairs`, to begin after what `behind` has been given so far; records `started` then.
+    def launch(self, pairs: Pairs, *, behind: torch.cuda.Stream, started: torch.Event | None) -> None:
+        """Submit the copy of `pairs`, to begin after what `behind` has been given so far.
 
-        The event is the last thing before the launch: an idle device comes to it at once, and has to wait for the
-        calling thread until there is a kernel.
+        `started` is recorded as the last thing before the launch: an idle device comes to it at once, and has to wait
+        for the calling thread until there is a kernel.
         """
         self.stream.wait_stream(behind)
-        started.record(self.stream)
+        if started is not None:
+            started.record(self.stream)
         self._launch(pairs.slot, pages=pairs.pages)
 
     def _launch(self, slot: Slot, *, pages: int) -> None:

@@ -97,10 +97,10 @@ class CudaPageCopier:
         started, finished, timed = make_timing_event_pair()
         with torch.cuda.stream(stream):  # events get it all the same: torch takes 6 us to look for it, not 1
             after.wait(stream)
-            if pairs is None:
+            if tables is not None or pairs is None:
                 started.record(stream)
-            else:
-                pairs.queue.launch(pairs, behind=stream, started=started)
+            if pairs is not None:
+                pairs.queue.launch(pairs, behind=stream, started=started if tables is None else None)
             for layer in range(self._layers):
                 if tables is not None:
                     self._engines.submit(tables, layer, stream=stream)

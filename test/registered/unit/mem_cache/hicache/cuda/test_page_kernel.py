@@ -5,6 +5,9 @@ from __future__ import annotations
 import re
 import unittest
 from itertools import pairwise
+from types import SimpleNamespace
+from typing import cast
+from unittest.mock import patch
 
 import torch
 import triton  # type: ignore[import-untyped]  # Triton ships no types
@@ -66,6 +69,28 @@ class TestPageKernel(CustomTestCase):
             str(bind(*tensors, pages, 1, 1, TO_DEVICE=True, CHUNK_WORDS=16)[1]) for pages in (0, 1, 2, 16, 1000)
         }
         self.assertEqual(len(compiled_for), 1)
+
+    def test_a_compiled_kernel_gets_its_arguments_by_their_places(self) -> None:
+        maps, pairs = torch.zeros((6, 5), dtype=torch.int64), torch.zeros(20, dtype=torch.int64)
+        counters = torch.zeros(3, dtype=torch.int32)
+        kernel = page_kernel.PageKernel(maps, counters, to_device=True, shape=KernelShape(chunk_bytes=256))
+        with patch.object(kernel, "_launch") as launch:
+            kernel.launch(pairs, pages=7, stream=cast("torch.cuda.Stream", SimpleNamespace(cuda_stream=77)))
+        names = page_kernel._copy_pages.arg_names  # noqa: SLF001  # as above
+        self.assertEqual(launch.call_args.kwargs, {"stream": 77})
+        self.assertEqual(
+            dict(zip(names, launch.call_args.args, strict=True)),
+            {
+                "maps": maps.data_ptr(),
+                "pairs": pairs.data_ptr(),
+                "counters": counters.data_ptr(),
+                "pages": 7,
+                "layers": 3,
+                "kinds": 2,
+                "TO_DEVICE": True,
+                "CHUNK_WORDS": 32,
+            },
+        )
 
     def test_chunks_of_128_bytes_and_more_leave_no_byte_out_and_others_are_refused(self) -> None:
         with interpreted_kernel() as kernel:

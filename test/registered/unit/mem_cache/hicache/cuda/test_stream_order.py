@@ -18,12 +18,15 @@ from sglang.srt.managers.cache_controller import LayerLoadingEvent
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.test_utils import CustomTestCase
 
+from sglang.srt.mem_cache.hicache.cuda.kernel_queue import KernelQueue
 from sglang.srt.mem_cache.hicache.cuda.page_copier import CopyTuning, CudaPageCopier
 from sglang.srt.mem_cache.hicache.cuda.page_kernel import KernelShape
 from sglang.srt.mem_cache.hicache.cuda.page_maps import PageMap
 from sglang.srt.mem_cache.layouts.plans import CopyPlan
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from sglang.srt.mem_cache.l2_transfer import TransferCompletion
 
     from sglang.srt.mem_cache.layouts.pages import PageArray
@@ -51,7 +54,14 @@ class Transfer:
 class Traffic:
     """Transfers over two kinds of buffer, of which one is absent in a layer. No page is in two transfers at once."""
 
-    def __init__(self, cuda: SimulatedCuda, *, programs: int = 3, long_copy_bytes: int = 2 * KINDS[0]) -> None:
+    def __init__(
+        self,
+        cuda: SimulatedCuda,
+        *,
+        programs: int = 3,
+        long_copy_bytes: int = 2 * KINDS[0],
+        shapes: Mapping[bool, KernelShape] | None = None,
+    ) -> None:
         self.cuda = cuda
         self.rng = np.random.default_rng(cuda.rng.randrange(1 << 32))
         self.sides = [[np.zeros((LAYERS, PAGES, size), dtype=np.uint8) for size in KINDS] for _ in (HOST, DEVICE)]
@@ -60,12 +70,16 @@ class Traffic:
         self.settled: list[Transfer] = []
         self.wrong: list[str] = []
         self.consumer = Stream()
+        self.forward = Stream()
         self.engine: Any = type("Engine", (), {"host_to_device_stream": Stream(), "device_to_host_stream": Stream()})
-        shape = KernelShape(programs=programs)
+        shapes = shapes or dict.fromkeys((True, False), KernelShape(programs=programs))
+        self.maps = [self._map(kind) for kind in range(len(KINDS))]
         self.copier = CudaPageCopier(
-            [self._map(kind) for kind in range(len(KINDS))],
+            self.maps,
             device=torch.device("cpu"),
-            tuning=CopyTuning(long_copy_bytes=long_copy_bytes, few_copies=0, to_device=shape, to_host=shape),
+            tuning=CopyTuning(
+                long_copy_bytes=long_copy_bytes, few_copies=0, to_device=shapes[True], to_host=shapes[False]
+            ),
         )
 
     def _map(self, kind: int) -> PageMap:
@@ -83,16 +97,20 @@ class Traffic:
         plan = CopyPlan.from_pages(page_size=4, host_pages=pages[HOST], device_pages=pages[DEVICE])
         wanted = self._random(len(pages[HOST]))
         late = self._random(len(pages[HOST])) if to_device else wanted
-        forward = self.cuda.current
+        fenced = to_device and bool(self.rng.integers(0, 2))  # as the controller does for a forward pass under way
+        forward = self.forward if fenced else self.cuda.current
+        forward.submit(parts=iter([None] * int(self.rng.integers(0, 40))))
         forward.submit(lambda: self._write(DEVICE, pages, late))
         begun = Event()
-        begun.record()
+        begun.record(forward)
         if not to_device:
             completion = self.copier.back_up(plan, self.engine)
         else:
             self._write(HOST, pages, wanted)
             producer: Any = LayerLoadingEvent(LAYERS)
             producer.start_event.record()
+            if fenced:
+                self.engine.host_to_device_stream.wait_stream(forward)
             completion = self.copier.load(plan, self.engine, producer)
             for layer, event in enumerate(producer.load_events):
                 self.consumer.wait_event(event)
@@ -184,25 +202,56 @@ class TestStreamOrder(CustomTestCase):
     def test_copy_engines_alone_need_no_kernel(self) -> None:
         with SimulatedCuda(0) as cuda:
             traffic = Traffic(cuda, long_copy_bytes=0)
-            self.assertEqual(cuda.kernels, 0)
+            self.assertEqual(cuda.shapes, {})
             self.run_traffic(traffic, 24)
 
-    def test_a_transfer_of_the_kernel_has_started_before_its_first_byte_is_moved(self) -> None:
+    def test_a_transfer_has_started_before_its_first_byte_is_moved(self) -> None:
         for seed in range(SEEDS):
-            with self.subTest(seed=seed), SimulatedCuda(seed) as cuda:
-                traffic = Traffic(cuda, long_copy_bytes=1 << 20)
-                for side, to_device in ((HOST, False), (DEVICE, True)):
-                    traffic.submit(to_device=to_device)
-                    transfer = traffic.flying[-1]
-                    written = transfer.pages[DEVICE] if to_device else transfer.pages[HOST]
-                    while not transfer.begun.query():
-                        cuda.step()
-                    before = [buffer[:, written].copy() for buffer in traffic.sides[side]]
-                    while not transfer.completion.start_event.query():
-                        cuda.step()
-                    for buffer, bytes_before in zip(traffic.sides[side], before, strict=True):
-                        self.assertTrue(np.array_equal(buffer[:, written], bytes_before))
-                    cuda.drain()
+            for long_copy_bytes in (1, 2 * KINDS[0], 1 << 20):  # copy engines, both, the kernel
+                with self.subTest(seed=seed, long_copy_bytes=long_copy_bytes), SimulatedCuda(seed) as cuda:
+                    traffic = Traffic(cuda, long_copy_bytes=long_copy_bytes)
+                    for to_device in (False, True):
+                        traffic.submit(to_device=to_device)
+                        self.check_start(traffic, DEVICE if to_device else HOST)
+                        cuda.drain()
+
+    def check_start(self, traffic: Traffic, side: int) -> None:
+        """Once the data of the last transfer is there, nothing moves on that side until its start is recorded."""
+        transfer = traffic.flying[-1]
+        pages = transfer.pages[side]
+        while not transfer.begun.query():
+            traffic.cuda.step()
+        before = [buffer[:, pages].copy() for buffer in traffic.sides[side]]
+        while not transfer.completion.start_event.query():
+            traffic.cuda.step()
+        for buffer, bytes_before in zip(traffic.sides[side], before, strict=True):
+            self.assertTrue(np.array_equal(buffer[:, pages], bytes_before))
+        self.assertTrue(transfer.completion.timing_enabled)
+
+    def test_each_direction_has_the_kernel_that_was_asked_for(self) -> None:
+        shapes = {True: KernelShape(programs=3), False: KernelShape(programs=6)}
+        with SimulatedCuda(0) as cuda:
+            traffic = Traffic(cuda, shapes=shapes)
+            self.assertEqual(cuda.shapes, shapes)
+            self.run_traffic(traffic, 24)
+
+    def test_a_driver_that_cannot_wait_for_a_count_is_found_when_the_copier_is_made(self) -> None:
+        with SimulatedCuda(0) as cuda:
+            cuda.refuse_wait = 0
+            with self.assertRaisesRegex(RuntimeError, "cannot wait for layer 0 of a load: CUDA driver error 801"):
+                Traffic(cuda)
+
+    def test_pages_beyond_the_room_of_a_slot_get_a_larger_one(self) -> None:
+        with SimulatedCuda(0) as cuda:
+            traffic = Traffic(cuda)
+            queue = KernelQueue(traffic.maps, device=torch.device("cpu"), to_device=True, shape=KernelShape(programs=3))
+            for pages in (1, 16_384, 16_385, 40_000, 3):
+                host = np.arange(pages, dtype=np.int64)[::-1].copy()
+                pairs = queue.send(CopyPlan.from_pages(page_size=4, host_pages=host, device_pages=host))
+                cuda.drain()
+                found = pairs.slot.on_device[: 2 * pages].numpy().reshape(pages, 2)
+                self.assertEqual(pairs.pages, pages)
+                self.assertTrue(np.array_equal(found, np.stack([host, host], axis=1)))
 
     def test_counts_go_on_past_2_to_the_32(self) -> None:
         for seed in range(SEEDS // 4):
@@ -211,13 +260,14 @@ class TestStreamOrder(CustomTestCase):
 
     def test_after_a_load_that_cuda_refused_the_next_one_is_waited_for_and_ends(self) -> None:
         for seed in range(SEEDS):
-            for refused in ("copy", "launch", "release"):
+            for refused in ("copy", "wait", "launch", "release"):
                 with self.subTest(seed=seed, refused=refused), SimulatedCuda(seed) as cuda:
                     traffic = Traffic(cuda)
                     cuda.refuse_copy = 2 if refused == "copy" else None
+                    cuda.refuse_wait = 1 if refused == "wait" else None
                     cuda.refuse_launch = refused == "launch"
                     cuda.refuse_release = refused == "release"
-                    with self.assertRaisesRegex(RuntimeError, "refused"):
+                    with self.assertRaisesRegex(RuntimeError, "refused|CUDA driver error 801"):
                         for _ in range(50):
                             traffic.submit(to_device=True)
                     cuda.drain()
