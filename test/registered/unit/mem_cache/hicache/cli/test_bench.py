@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import io
 import json
+import sys
 import unittest
 from contextlib import nullcontext, redirect_stderr, redirect_stdout
 from dataclasses import replace
 from itertools import permutations
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 from unittest import mock
 
@@ -20,13 +22,15 @@ from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.test_utils import CustomTestCase
 
 from sglang.srt.mem_cache.hicache.cli import main as command
+from sglang.srt.mem_cache.hicache.cli.bench import deferred, requests, tree_sizes
 from sglang.srt.mem_cache.hicache.cli.bench import run as bench_run
-from sglang.srt.mem_cache.hicache.cli.bench import tree_sizes
 from sglang.srt.mem_cache.hicache.cli.bench.config import BENCHES, BenchConfig
 from sglang.srt.mem_cache.hicache.cli.bench.figures import Figure, bounded, compared
 from sglang.srt.mem_cache.hicache.cli.bench.plans import (
     TokenwiseMetadata,
+    bench_metadata,
     bench_plan,
+    metadata_figure,
     pagewise_cycle,
     rows_of,
     tokenwise_cycle,
@@ -34,14 +38,21 @@ from sglang.srt.mem_cache.hicache.cli.bench.plans import (
 from sglang.srt.mem_cache.hicache.cli.bench.report import print_figures, to_json
 from sglang.srt.mem_cache.hicache.cli.bench.run import RUNNERS
 from sglang.srt.mem_cache.hicache.cli.bench.runs import run_share
+from sglang.srt.mem_cache.hicache.cli.bench.timing import alternating
 from sglang.srt.mem_cache.hicache.cli.bench.tree_sizes import TreeTimes, bench_evict, bench_scale, growth_exponent
 from sglang.srt.mem_cache.hicache.cli.replay.config import ReplayInputError
-from sglang.srt.mem_cache.hicache.cli.replay.trace import DEFAULT_TRACE, read_trace
+from sglang.srt.mem_cache.hicache.cli.replay.trace import DEFAULT_TRACE, Trace, TraceRequest, read_trace
+from sglang.srt.mem_cache.hicache.cpu.support import install_cpu_support
 from sglang.srt.mem_cache.layouts import CpSharedLayout
+from sglang.srt.mem_cache.layouts.errors import LayoutInvariantError
+from sglang.srt.mem_cache.layouts.identity import IdentityNodeMetadata
 from sglang.srt.mem_cache.layouts.pages import tokens_of_pages
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
+    from contextlib import AbstractContextManager
+
+    import torch
 
 register_cpu_ci(est_time=10, suite="base-a-test-cpu")
 
@@ -64,8 +75,11 @@ class TestFigures(CustomTestCase):
 
     def test_run_shares_count_pages_and_not_runs(self) -> None:
         lengths = [np.array([1, 1, 1, 1]), np.array([4, 16])]
-        self.assertEqual([run_share(lengths, least) for least in (1, 4, 16, 64)], [1.0, 20 / 24, 16 / 24, 0.0])
-        self.assertEqual(run_share([], 1), 0.0)
+        shares = [run_share(lengths, least) for least in (1, 4, 16, 64)]
+        self.assertEqual(shares, [100, 100 * 20 / 24, 100 * 16 / 24, 0])
+
+    def test_where_nothing_was_copied_no_share_is_given(self) -> None:
+        self.assertIsNone(run_share([], 1))
 
 
 class TestPlanning(CustomTestCase):
@@ -98,6 +112,105 @@ class TestPlanning(CustomTestCase):
         assert figure.ratio is not None
         self.assertEqual(figure.passed, figure.ratio <= 0.05)
         self.assertLess(figure.ratio, 0.5, "by page is faster by far, however busy the machine is")
+
+
+class TestNothingToDivideBy(CustomTestCase):
+    """Traces of a user's own: too short, or without a prefix that comes twice."""
+
+    def test_prompts_that_share_nothing_give_times_and_no_ratio_of_tokens_found(self) -> None:
+        trace = read_trace(DEFAULT_TRACE, max_requests=2)
+        names = requests.HIRADIX, requests.UNIFIED, requests.IDENTITY, requests.SHARDED, requests.BY_TOKEN
+        for found, ratio in ((0, None), (64, 1.0)):
+            subjects = {name: mock.Mock(serve=mock.Mock(return_value=found)) for name in names}
+            with (
+                mock.patch.object(requests, "_subjects", lambda *_, made=subjects: made),
+                mock.patch.object(requests, "subjects_runtime", nullcontext),
+                mock.patch.object(requests, "no_collection", nullcontext),
+            ):
+                figures = requests.bench_requests(CONFIG, trace, lambda *_: None)
+            hits = [figure for figure in figures if figure.case.endswith("tokens found in the cache")]
+            self.assertEqual([(figure.value, figure.ratio) for figure in hits], 3 * [(2 * found, ratio)])
+            self.assertEqual(sum(figure.unit == "ms" for figure in figures), 4)
+
+    def test_a_trace_without_a_whole_page_has_no_metadata_to_measure(self) -> None:
+        prompt = TraceRequest(timestamp_ms=0, prompt_tokens=30, block_ids=(0,))
+        trace = Trace(name="short", requests=(prompt,), block_tokens=512)
+        install_cpu_support()
+        figures = bench_metadata(CONFIG, trace, lambda *_: None)
+        self.assertEqual([(figure.value, figure.ratio, figure.passed) for figure in figures], 2 * [(None, None, None)])
+        self.assertIn("of 0 tokens in 0 nodes", figures[0].case)
+
+    def test_metadata_is_the_objects_with_their_arrays(self) -> None:
+        def figure(*pages: int) -> Figure:
+            held = [IdentityNodeMetadata(page_size=64, host_pages=np.arange(n)) for n in pages]
+            return metadata_figure("identity", 1, held)
+
+        first, second = (figure(*pages).value for pages in ((10,), (20,)))
+        assert first is not None
+        assert second is not None
+        self.assertAlmostEqual(20 * 64 * second - 10 * 64 * first, 10 * 8)
+        self.assertGreater(10 * 64 * first - 10 * 8, sys.getsizeof(np.array([])))
+        self.assertEqual(figure(10, 10).value, first)
+
+
+class TestDeferred(CustomTestCase):
+    """What the two forms of an item differ in: that, and nothing else."""
+
+    def _reductions(self, make: Callable[[], AbstractContextManager[deferred.Forms]]) -> dict[str, list[torch.Tensor]]:
+        """Tensors that two calls of each form reduce."""
+        reduced: dict[str, list[torch.Tensor]] = {"ours": [], "naive": []}
+        with mock.patch.object(deferred, "_one_rank_group", object), make() as forms:
+            for name, form in (("ours", forms.ours), ("naive", forms.naive)):
+                with mock.patch(
+                    "torch.distributed.all_reduce", lambda tensor, *, into=reduced[name], **_: into.append(tensor)
+                ):
+                    self.assertEqual([form(), form()], 2 * [deferred.COUNTS])
+        return reduced
+
+    def test_kept_tensors_are_measured_on_one_reduction_in_both_forms(self) -> None:
+        reduced = self._reductions(deferred.kept_tensors)
+        for name, kept in (("ours", True), ("naive", False)):
+            first, second = reduced[name]
+            self.assertEqual((len(first), len(second), first is second), (2, 2, kept))
+
+    def test_a_joint_reduction_is_measured_on_kept_tensors_in_both_forms(self) -> None:
+        reduced = self._reductions(deferred.joint_reductions)
+        self.assertEqual([len(tensor) for tensor in reduced["ours"]], [2, 2])
+        self.assertEqual([len(tensor) for tensor in reduced["naive"]], [1, 1, 1, 1])
+        self.assertEqual([len(set(map(id, tensors))) for tensors in reduced.values()], [1, 1])
+
+    def test_copies_queue_and_only_submission_is_measured(self) -> None:
+        now = 100.0
+
+        def sleep(seconds: float) -> None:
+            nonlocal now
+            now += seconds
+
+        clock = SimpleNamespace(perf_counter=lambda: now, sleep=sleep)
+        whole = deferred.BACKUPS * deferred.COPY_SECONDS
+        install_cpu_support()
+        with mock.patch.object(deferred, "time", clock), deferred.acknowledgements() as forms:
+            for form, measured, rest in ((forms.ours, 0, whole), (forms.naive, whole, 0)):
+                for work, expected in ((form, measured), (forms.after, rest)):
+                    before = now
+                    work()
+                    self.assertAlmostEqual(now - before, expected, delta=0.1 * whole)
+            with pytest.raises(LayoutInvariantError, match="32 backups had 0 acks"):
+                forms.after()
+
+    def test_what_follows_a_form_is_outside_of_its_time(self) -> None:
+        now = 0
+
+        def takes(seconds: int) -> Callable[[], None]:
+            def work() -> None:
+                nonlocal now
+                now += seconds
+
+            return work
+
+        work = {"ours": takes(1), "naive": takes(2)}
+        seconds = alternating(work, rounds=2, repeats=3, clock=lambda: now, after=takes(1_000))
+        self.assertEqual((seconds, now), ({"ours": [1, 1], "naive": [2, 2]}, 3 + 2 * 3 * 3 + 6 * 1_000))
 
 
 class TestTreeSizes(CustomTestCase):
@@ -148,6 +261,12 @@ class TestReport(CustomTestCase):
         self.assertIn("MISSED", text)
         self.assertIn("1 of 2 goals reached", text)
 
+    def test_where_there_was_nothing_the_row_says_so_and_the_json_has_null(self) -> None:
+        nothing = Figure(bench="runs", case="loads", value=None, unit="%", baseline_name="one run a copy")
+        (row,) = (line for line in self._printed([self.FIGURE, nothing]).splitlines() if line.startswith("runs"))
+        self.assertEqual(row.split(), ["runs", "loads", "none"])
+        self.assertIsNone(json.loads(json.dumps(to_json(CONFIG, "t", [nothing])))["figures"][0]["value"])
+
     def test_the_json_names_trace_and_figures_but_no_path_of_this_machine(self) -> None:
         text = json.dumps(to_json(CONFIG, "trace.jsonl", [self.FIGURE]))
         self.assertEqual(json.loads(text)["figures"][0]["ratio"], 0.25)
@@ -183,6 +302,7 @@ class TestCommand(CustomTestCase):
         self.assertEqual((status, found["not_run"]), (130, ["deferred"]))
         self.assertEqual([one["case"] for one in found["figures"]], ["c"])
         self.assertIn("1.097", table.getvalue())
+        self.assertIn("0 of 0 goals reached; not run: deferred\n", table.getvalue())
 
     def test_fewer_than_five_rounds_are_refused(self) -> None:
         with pytest.raises(ReplayInputError, match=r"--rounds 4: must be at least 5"):

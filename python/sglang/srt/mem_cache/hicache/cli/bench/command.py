@@ -61,11 +61,12 @@ def _run(config: BenchConfig, trace: Trace, json_path: Path | None) -> int:
 
 
 def _report(config: BenchConfig, trace: Trace, figures: Sequence[Figure], json_path: Path | None) -> None:
-    from sglang.srt.mem_cache.hicache.cli.bench.report import print_figures
+    from sglang.srt.mem_cache.hicache.cli.bench.report import benches_left_out, print_figures
 
     terminal = sys.stdout.isatty()
     try:
-        print_figures(Console(force_terminal=terminal, width=None if terminal else PLAIN_WIDTH), figures)
+        console = Console(force_terminal=terminal, width=None if terminal else PLAIN_WIDTH)
+        print_figures(console, figures, benches_left_out(config, figures))
     finally:  # also where nobody reads the table
         _write(config, trace, figures, json_path)
 

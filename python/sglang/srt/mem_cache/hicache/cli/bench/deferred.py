@@ -32,22 +32,55 @@ if TYPE_CHECKING:
 
 DEPTH, LEAVES, BACKUPS = 64, 10_000, 32
 COPY_SECONDS = 0.001
+COUNTS = (3, 5)  # finished acks of the two queues, writes and loads
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forms:
+    """Two ways to do one thing. `after` follows each of them, outside of the time that is measured."""
+
+    ours: Callable[[], object]
+    naive: Callable[[], object]
+    after: Callable[[], object] = lambda: None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Item:
-    """Two ways to do one thing. `clock` is the wall's where waiting is the cost, else this thread's."""
+    """One line. `clock` is the wall's where waiting is the cost, else this thread's; the goal is a ratio."""
 
     case: str
     naive_name: str
-    make: Callable[[], AbstractContextManager[tuple[Callable[[], object], Callable[[], object]]]]
+    make: Callable[[], AbstractContextManager[Forms]]
     repeats: int
     clock: Callable[[], float] = thread_seconds
+    at_most: float | None = 1.0
 
 
 def bench_deferred(config: BenchConfig, trace: Trace, on_step: OnStep) -> list[Figure]:
     """Cost of each item a call, in microseconds, in both forms."""
-    items = (
+    figures = []
+    items = _items()
+    for number, item in enumerate(items, 1):
+        figures.append(_measured(item, config.rounds))
+        on_step("deferred", number, len(items))
+    return figures
+
+
+def _measured(item: _Item, rounds: int) -> Figure:
+    with item.make() as forms:
+        seconds = alternating(
+            {"ours": forms.ours, "naive": forms.naive},
+            rounds=rounds,
+            repeats=item.repeats,
+            clock=item.clock,
+            after=forms.after,
+        )
+    ours, naive = ([1e6 * value for value in seconds[side]] for side in ("ours", "naive"))
+    return compared("deferred", item.case, ours, naive, unit="us", baseline_name=item.naive_name, at_most=item.at_most)
+
+
+def _items() -> list[_Item]:
+    return [
         _Item(
             case=f"one tick for a path of {DEPTH} nodes", naive_name="a clock call a node", make=_clocks, repeats=1_000
         ),
@@ -58,28 +91,25 @@ def bench_deferred(config: BenchConfig, trace: Trace, on_step: OnStep) -> list[F
             repeats=5,
         ),
         _Item(
-            case="one reduction, its tensor kept", naive_name="a new tensor each time", make=_reductions, repeats=500
+            case="one reduction of two counts, its tensor kept",
+            naive_name="a new tensor each time",
+            make=kept_tensors,
+            repeats=500,
         ),
         _Item(
-            case=f"{BACKUPS} backups of {1e3 * COPY_SECONDS:g} ms each, acks polled",
+            case="both queues in one reduction",
+            naive_name="one reduction after the other",
+            make=joint_reductions,
+            repeats=500,
+        ),
+        _Item(
+            case=f"{BACKUPS} backups of {1e3 * COPY_SECONDS:g} ms each submitted, acks polled",
             naive_name="waiting for each copy",
-            make=_acknowledgements,
+            make=acknowledgements,
             repeats=1,
             clock=wall_seconds,
         ),
-    )
-    figures = []
-    for number, item in enumerate(items, 1):
-        with item.make() as (ours, naive):
-            seconds = alternating(
-                {"ours": ours, "naive": naive}, rounds=config.rounds, repeats=item.repeats, clock=item.clock
-            )
-        mine, theirs = ([1e6 * value for value in seconds[side]] for side in ("ours", "naive"))
-        figures.append(
-            compared("deferred", item.case, mine, theirs, unit="us", baseline_name=item.naive_name, at_most=1.0)
-        )
-        on_step("deferred", number, len(items))
-    return figures
+    ]
 
 
 class _Node:
@@ -91,7 +121,7 @@ class _Node:
 
 
 @contextmanager
-def _clocks() -> Iterator[tuple[Callable[[], object], Callable[[], object]]]:
+def _clocks() -> Iterator[Forms]:
     path = [_Node(number) for number in range(DEPTH)]
     ticks = 0
 
@@ -105,11 +135,11 @@ def _clocks() -> Iterator[tuple[Callable[[], object], Callable[[], object]]]:
         for node in path:
             node.last_access_time = time.monotonic()
 
-    yield ours, naive
+    yield Forms(ours=ours, naive=naive)
 
 
 @contextmanager
-def _orders() -> Iterator[tuple[Callable[[], object], Callable[[], object]]]:
+def _orders() -> Iterator[Forms]:
     order: EvictionOrder[_Node] = EvictionOrder(lambda node: node.last_access_time)
     leaves = {_Node(number) for number in range(LEAVES)}
     for leaf in leaves:
@@ -126,32 +156,42 @@ def _orders() -> Iterator[tuple[Callable[[], object], Callable[[], object]]]:
         heapq.heapify(heap)
         heapq.heappop(heap)[2].last_access_time += LEAVES
 
-    yield ours, naive
+    yield Forms(ours=ours, naive=naive)
 
 
 @contextmanager
-def _reductions() -> Iterator[tuple[Callable[[], object], Callable[[], object]]]:
+def kept_tensors() -> Iterator[Forms]:
+    """One reduction of both counts: with the tensor that `RankAgreement` keeps, and with a new one."""
+    group = _one_rank_group()
+    kept = RankAgreement([group])
+
+    def naive() -> tuple[int, ...]:
+        tensor = torch.tensor(COUNTS, dtype=torch.int64)
+        dist.all_reduce(tensor, op=dist.ReduceOp.MIN, group=group)
+        return tuple(tensor.tolist())
+
+    yield Forms(ours=lambda: kept.minimum(COUNTS), naive=naive)
+
+
+@contextmanager
+def joint_reductions() -> Iterator[Forms]:
+    """Both counts in one reduction, and in one after the other; `RankAgreement` keeps all tensors."""
+    kept = RankAgreement([_one_rank_group()])
+    yield Forms(ours=lambda: kept.minimum(COUNTS), naive=lambda: kept.minimum(COUNTS[:1]) + kept.minimum(COUNTS[1:]))
+
+
+def _one_rank_group() -> dist.ProcessGroup:
     group = dist.group.WORLD
     if group is None:
         raise LayoutInvariantError("the benchmark needs a process group")
-    kept = RankAgreement([group])
-
-    def naive() -> list[int]:
-        ready = []
-        for count in (3, 5):  # as a cache that settles writes and loads one after the other
-            tensor = torch.tensor([count], dtype=torch.int64)
-            dist.all_reduce(tensor, op=dist.ReduceOp.MIN, group=group)
-            ready.append(int(tensor.item()))
-        return ready
-
-    yield (lambda: kept.minimum([3, 5])), naive
+    return group
 
 
 class _LateEvent:
-    """Complete at a given time, as the event of a copy that a device performs."""
+    """Complete at a given time of `time.perf_counter`, as the event of a copy that a device performs."""
 
-    def __init__(self, seconds: float) -> None:
-        self._due = time.perf_counter() + seconds
+    def __init__(self, due: float) -> None:
+        self._due = due
 
     def query(self) -> bool:
         return time.perf_counter() >= self._due
@@ -162,34 +202,55 @@ class _LateEvent:
 
 
 class _LateEngine(L2TransferEngine):
-    """Backups end `COPY_SECONDS` after they were submitted."""
+    """Backups take `COPY_SECONDS` each, one after the other, as on a stream."""
+
+    _end = 0.0
 
     def submit_device_to_host(self, transfers: list[L2Transfer]) -> TransferCompletion:
-        event = _LateEvent(COPY_SECONDS)
+        self._end = max(time.perf_counter(), self._end) + COPY_SECONDS
+        event = _LateEvent(self._end)
         return TransferCompletion(event, event, False)
 
 
+class _Backups:
+    """Backs leaves up, `BACKUPS` at a time, by copies that take their time."""
+
+    def __init__(self, subject: OurSubject, page_size: int) -> None:
+        self._subject, self._page_size = subject, page_size
+        self._cache = subject.cache
+        self._cache.cache_controller.transfer.engine = _LateEngine("direct")
+        self._leaves, self._acks = 0, self._cache.stats.backups
+
+    def submit(self, settle: Callable[[], object]) -> None:
+        """`settle` follows each backup."""
+        for _ in range(BACKUPS):
+            self._leaves += 1
+            self._subject.insert_leaf(leaf_tokens(self._leaves, self._page_size), chunked=False)
+            settle()
+
+    def wait(self) -> None:
+        self._cache.writing_check(write_back=True)
+
+    def finish(self) -> None:
+        """Wait for the copies under way, and evict. `LayoutInvariantError` unless each backup has had an ack."""
+        self.wait()
+        acks = self._cache.stats.backups - self._acks
+        if acks != BACKUPS:
+            raise LayoutInvariantError(f"{BACKUPS} backups had {acks} acks")
+        self._acks += acks
+        self._cache.evict(EvictParams(num_tokens=BACKUPS * self._page_size))
+
+
 @contextmanager
-def _acknowledgements() -> Iterator[tuple[Callable[[], object], Callable[[], object]]]:
+def acknowledgements() -> Iterator[Forms]:
+    """Until all backups are submitted and the caller may go on: acks polled, and each copy waited for."""
     sizes = PoolSizes(page_size=4, device_tokens=16_384, host_ratio=2.0)
     with subjects_runtime(sizes):
         subject = OurSubject("identity", 1, sizes)
-        cache = subject.cache
-        cache.cache_controller.transfer.engine = _LateEngine("direct")
-        numbers = iter(range(1_000_000))
-
-        def back_up(settle: Callable[[], None]) -> None:
-            before = cache.stats.backups
-            for _ in range(BACKUPS):
-                subject.insert_leaf(leaf_tokens(next(numbers), sizes.page_size), chunked=False)
-                settle()
-            cache.writing_check(write_back=True)
-            if cache.stats.backups - before != BACKUPS:
-                raise LayoutInvariantError(f"{BACKUPS} backups had {cache.stats.backups - before} acks")
-            cache.evict(EvictParams(num_tokens=BACKUPS * sizes.page_size))
-
-        yield (
-            lambda: back_up(cache.check_hicache_events),
-            lambda: back_up(lambda: cache.writing_check(write_back=True)),
+        backups = _Backups(subject, sizes.page_size)
+        yield Forms(
+            ours=lambda: backups.submit(subject.cache.check_hicache_events),
+            naive=lambda: backups.submit(backups.wait),
+            after=backups.finish,
         )
         subject.close()

@@ -14,13 +14,14 @@ if TYPE_CHECKING:
 class Figure:
     """One line of the table.
 
-    `value` is ours, in `unit`; `baseline` is what it is compared with, if anything, in the same unit. `ratio` is the
-    median of the ratios of the rounds, which is not the ratio of the medians. `goal` bounds `judged`, None if no goal.
+    `value` is ours, in `unit`, None if there was nothing to measure; `baseline` is what it is compared with, if
+    anything, in the same unit. `ratio` is the median of the ratios of the rounds, which is not the ratio of the
+    medians, None if there is nothing to divide by. `passed` says whether `goal` was reached, None without a goal.
     """
 
     bench: str
     case: str
-    value: float
+    value: float | None
     unit: str
     baseline: float | None = None
     baseline_name: str = ""

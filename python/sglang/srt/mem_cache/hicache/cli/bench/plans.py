@@ -20,11 +20,14 @@ from sglang.srt.mem_cache.layouts import CpSharedKVLayout, CpSharedLayout
 from sglang.srt.mem_cache.layouts.pages import tokens_of_pages
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from sglang.srt.mem_cache.hicache.cli.bench.config import BenchConfig
     from sglang.srt.mem_cache.hicache.cli.bench.figures import OnStep
     from sglang.srt.mem_cache.hicache.cli.replay.trace import Trace
     from sglang.srt.mem_cache.layouts import CopyPlan
     from sglang.srt.mem_cache.layouts.pages import PageArray
+    from sglang.srt.mem_cache.layouts.protocol import NodeMetadata
 
 NODE_TOKENS = 131_072
 PAGE_SIZE = 64
@@ -131,7 +134,7 @@ def bench_plan(config: BenchConfig, trace: Trace, on_step: OnStep) -> list[Figur
 
 
 def bench_metadata(config: BenchConfig, trace: Trace, on_step: OnStep) -> list[Figure]:
-    """Bytes that the metadata of a replayed tree holds for each token cached on the host, Python's objects included."""
+    """Bytes that the metadata of a replayed tree takes for each token cached on the host."""
     sizes = PoolSizes(page_size=PAGE_SIZE)
     figures = []
     with subjects_runtime(sizes):
@@ -141,24 +144,34 @@ def bench_metadata(config: BenchConfig, trace: Trace, on_step: OnStep) -> list[F
                 subject.serve(trace.token_ids(request))
             on_step("metadata", number + 1, 2)
             held = [node.metadata for node in subject.cache.nodes() if node.metadata is not None]
-            tokens = sum(metadata.logical_len for metadata in held)
-            held_bytes = sum(_bytes_of(metadata) for metadata in held)
-            token_bytes = 16 / ranks + (1 if ranks > 1 else 0)
-            figures.append(
-                Figure(
-                    bench="metadata",
-                    case=f"{subject.name}: {tokens:,} tokens in {len(held):,} nodes",
-                    value=held_bytes / tokens,
-                    unit="B/token",
-                    baseline=token_bytes,
-                    baseline_name="position, index and mask a token",
-                    ratio=held_bytes / tokens / token_bytes,
-                    goal="<= 0.3 B/token",
-                    passed=held_bytes / tokens <= 0.3,
-                )
-            )
+            figures.append(metadata_figure(subject.name, ranks, held))
             subject.close()
     return figures
+
+
+def metadata_figure(subject: str, ranks: int, held: Sequence[NodeMetadata]) -> Figure:
+    """Bytes a token of the metadata objects `held` and of the arrays in them; no value if they are of no token.
+
+    Not counted is what a node keeps beside its metadata: its tokens, and, while it is on the device, slots and slot
+    pages.
+    """
+    tokens = sum(metadata.logical_len for metadata in held)
+    case = f"{subject}: metadata objects, arrays included, of {tokens:,} tokens in {len(held):,} nodes"
+    if not tokens:
+        return Figure(bench="metadata", case=case, value=None, unit="B/token")
+    value = sum(map(_bytes_of, held)) / tokens
+    token_bytes = 16 / ranks + (1 if ranks > 1 else 0)
+    return Figure(
+        bench="metadata",
+        case=case,
+        value=value,
+        unit="B/token",
+        baseline=token_bytes,
+        baseline_name="position, index and mask a token",
+        ratio=value / token_bytes,
+        goal="<= 0.3 B/token",
+        passed=value <= 0.3,
+    )
 
 
 def _bytes_of(metadata: object) -> int:

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 from rich import box
 from rich.table import Table
 
+from sglang.srt.mem_cache.hicache.cli.bench.config import BENCHES
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -21,8 +23,8 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.hicache.cli.bench.figures import Figure
 
 
-def print_figures(console: Console, figures: Sequence[Figure]) -> None:
-    """One table, a section for each benchmark, and a last line that counts the goals."""
+def print_figures(console: Console, figures: Sequence[Figure], left_out: Sequence[str] = ()) -> None:
+    """One table, a section for each benchmark, and a last line: goals reached, and benchmarks that were `left_out`."""
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
     table.add_column("bench", no_wrap=True)
     table.add_column("case", overflow="fold")
@@ -36,20 +38,26 @@ def print_figures(console: Console, figures: Sequence[Figure]) -> None:
         table.add_row(
             figure.bench,
             figure.case,
-            _quantity(figure.value, figure.unit),
+            "none" if figure.value is None else _quantity(figure.value, figure.unit),
             "" if figure.baseline is None else _quantity(figure.baseline, figure.unit),
             "" if figure.ratio is None else f"{figure.ratio:.4g}",
-            figure.baseline_name,
+            "" if figure.baseline is None else figure.baseline_name,
             _goal(figure),
         )
     console.print(table)
     judged = [figure for figure in figures if figure.passed is not None]
     reached = sum(figure.passed is True for figure in judged)
-    console.print(f"\n{reached} of {len(judged)} goals reached", highlight=False)
+    not_run = f"; not run: {', '.join(left_out)}" if left_out else ""
+    console.print(f"\n{reached} of {len(judged)} goals reached{not_run}", highlight=False, soft_wrap=True)
+
+
+def benches_left_out(config: BenchConfig, figures: Sequence[Figure]) -> list[str]:
+    """The benchmarks of `config` that have no figures: what an interrupt cut short or left out."""
+    return [bench for bench in BENCHES if bench in config.only and bench not in {figure.bench for figure in figures}]
 
 
 def to_json(config: BenchConfig, trace_name: str, figures: Sequence[Figure]) -> dict[str, object]:
-    """The run as plain JSON values. `not_run` are the benchmarks that an interrupt left out."""
+    """The run as plain JSON values. `not_run` are the benchmarks that an interrupt cut short or left out."""
     return {
         "config": {**asdict(config), "trace": trace_name},
         "machine": {
@@ -59,7 +67,7 @@ def to_json(config: BenchConfig, trace_name: str, figures: Sequence[Figure]) -> 
             **{name: version(name) for name in ("torch", "sglang", "sglang-kv-layouts")},
         },
         "figures": [asdict(figure) for figure in figures],
-        "not_run": [bench for bench in config.only if bench not in {figure.bench for figure in figures}],
+        "not_run": benches_left_out(config, figures),
     }
 
 

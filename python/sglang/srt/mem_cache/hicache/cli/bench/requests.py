@@ -76,7 +76,7 @@ def _hit_figures(hits: Mapping[str, int]) -> list[Figure]:
             unit="",
             baseline=hits[HIRADIX],
             baseline_name=HIRADIX,
-            ratio=found / hits[HIRADIX],
+            ratio=found / hits[HIRADIX] if hits[HIRADIX] else None,
         )
         for name, found in hits.items()
         if name not in (HIRADIX, BY_TOKEN)

@@ -105,20 +105,20 @@ def _churn(config: BenchConfig, pressure: Pressure, ranks: int) -> list[Figure]:
 
 
 def _figure(what: str, least: int, lengths: list[PageArray]) -> Figure:
-    """Beside the share, the greatest that could be: with all pages of each copy in one run."""
+    """Beside the share, the greatest that could be: with all pages of each copy in one run. None without copies."""
     whole = [runs.sum(keepdims=True) for runs in lengths]
     return Figure(
         bench="runs",
         case=f"{what}, in runs >= {least}",
-        value=100 * run_share(lengths, least),
+        value=run_share(lengths, least),
         unit="%",
-        baseline=100 * run_share(whole, least),
+        baseline=run_share(whole, least),
         baseline_name="one run a copy",
     )
 
 
-def run_share(lengths: list[PageArray], least: int) -> float:
-    """Share of all pages that lie in runs of at least `least` pages; 0 without pages."""
+def run_share(lengths: list[PageArray], least: int) -> float | None:
+    """Share of all pages that lie in runs of at least `least` pages, in percent; None without pages."""
     runs = np.concatenate([NO_PAGES, *lengths])
     pages = int(runs.sum())
-    return float(runs[runs >= least].sum()) / pages if pages else 0.0
+    return 100 * float(runs[runs >= least].sum()) / pages if pages else None

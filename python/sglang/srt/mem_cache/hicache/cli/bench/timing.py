@@ -28,15 +28,21 @@ def alternating(
     rounds: int,
     repeats: int,
     clock: Callable[[], float] = thread_seconds,
+    after: Callable[[], object] = lambda: None,
 ) -> dict[str, list[float]]:
-    """Seconds of one call of each, one a round; all are called in turn in each round."""
+    """Seconds of one call of each, one a round; all are called in turn in each round.
+
+    `after` follows the `repeats` calls of each and is not counted.
+    """
     for each in work.values():
         each()  # what is made at the first call is made now
+        after()
     seconds: dict[str, list[float]] = {name: [] for name in work}
     with no_collection():
         for _ in range(rounds):
             for name, each in work.items():
                 seconds[name].append(seconds_of(each, repeats, clock=clock))
+                after()
     return seconds
 
 
