@@ -8,10 +8,12 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from contextlib import suppress
+import threading
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Final, NoReturn, TypeVar
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from types import FrameType
 
 ErrorT = TypeVar("ErrorT", bound=BaseException)
@@ -27,8 +29,27 @@ class Terminated(KeyboardInterrupt):
         self.number = number
 
 
-def raise_terminated(number: int, _frame: FrameType | None) -> NoReturn:
-    """A handler of signals. Raises `Terminated`."""
+@contextmanager
+def termination_as_interrupt() -> Iterator[None]:
+    """Within, SIGTERM and a closed terminal end the command as Ctrl-C does, unless they are ignored.
+
+    They raise `Terminated`. Off the main thread they stay as they are.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        for number, handler in handlers.items():
+            if handler is not signal.SIG_IGN:  # as under nohup
+                signal.signal(number, _raise_terminated)
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def _raise_terminated(number: int, _frame: FrameType | None) -> NoReturn:
     raise Terminated(number)
 
 

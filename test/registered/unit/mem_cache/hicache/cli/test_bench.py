@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import signal
 import sys
 import unittest
 from contextlib import nullcontext, redirect_stderr, redirect_stdout
@@ -12,7 +13,7 @@ from itertools import permutations
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import numpy as np
@@ -38,6 +39,7 @@ from sglang.srt.mem_cache.hicache.cli.bench.plans import (
 from sglang.srt.mem_cache.hicache.cli.bench.report import print_figures, to_json
 from sglang.srt.mem_cache.hicache.cli.bench.run import RUNNERS
 from sglang.srt.mem_cache.hicache.cli.bench.runs import run_share
+from sglang.srt.mem_cache.hicache.cli.bench.subjects import sizes_for
 from sglang.srt.mem_cache.hicache.cli.bench.timing import alternating
 from sglang.srt.mem_cache.hicache.cli.bench.tree_sizes import TreeTimes, bench_evict, bench_scale, growth_exponent
 from sglang.srt.mem_cache.hicache.cli.replay.config import ReplayInputError
@@ -287,8 +289,21 @@ class TestCommand(CustomTestCase):
         def interrupted(*_: object) -> list[Figure]:
             raise KeyboardInterrupt
 
+        def terminated(*_: object) -> list[Figure]:
+            signal.raise_signal(signal.SIGTERM)
+            return []
+
+        for ends, wanted in ((interrupted, 130), (terminated, 143)):
+            status, found, table = self.ended_by(ends)
+            self.assertEqual((status, found["not_run"]), (wanted, ["deferred"]))
+            self.assertEqual([one["case"] for one in found["figures"]], ["c"])
+            self.assertIn("1.097", table)
+            self.assertIn("0 of 0 goals reached; not run: deferred\n", table)
+
+    def ended_by(self, ends: Callable[..., list[Figure]]) -> tuple[int, dict[str, Any], str]:
+        """Exit status, JSON and table where the second of two benchmarks does not come to its end."""
         figure = Figure(bench="plan", case="c", value=1.5, unit="ms", baseline=1.0, ratio=1.09678)
-        runners = {**RUNNERS, "plan": lambda *_: [figure], "deferred": interrupted}
+        runners = {**RUNNERS, "plan": lambda *_: [figure], "deferred": ends}
         with TemporaryDirectory() as folder, mock.patch.object(bench_run, "RUNNERS", runners):
             target = Path(folder) / "bench.json"
             table = io.StringIO()
@@ -298,11 +313,16 @@ class TestCommand(CustomTestCase):
                 redirect_stderr(io.StringIO()),
             ):
                 status = command.main(["bench", "--only", "plan", "--only", "deferred", "--json", str(target)])
-            found = json.loads(target.read_text(encoding="utf-8"))
-        self.assertEqual((status, found["not_run"]), (130, ["deferred"]))
-        self.assertEqual([one["case"] for one in found["figures"]], ["c"])
-        self.assertIn("1.097", table.getvalue())
-        self.assertIn("0 of 0 goals reached; not run: deferred\n", table.getvalue())
+            return status, json.loads(target.read_text(encoding="utf-8")), table.getvalue()
+
+    def test_pools_have_room_for_the_longest_prompt(self) -> None:
+        for tokens, wanted in ((1_000, 262_144), (300_000, 337_920)):
+            blocks = list(range(-(-tokens // 512)))
+            request = {"timestamp": 0, "input_length": tokens, "output_length": 1, "hash_ids": blocks}
+            with TemporaryDirectory() as folder:
+                trace = Path(folder) / "trace.jsonl"
+                trace.write_text(json.dumps(request), encoding="utf-8")
+                self.assertEqual(sizes_for(read_trace(trace), 8).device_tokens, wanted)
 
     def test_fewer_than_five_rounds_are_refused(self) -> None:
         with pytest.raises(ReplayInputError, match=r"--rounds 4: must be at least 5"):

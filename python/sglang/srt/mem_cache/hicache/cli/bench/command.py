@@ -11,6 +11,7 @@ import click
 from rich.console import Console
 
 from sglang.srt.mem_cache.hicache.cli.bench.config import BENCHES, MIN_ROUNDS, BenchConfig
+from sglang.srt.mem_cache.hicache.cli.endings import termination_as_interrupt
 from sglang.srt.mem_cache.hicache.cli.replay import config as options
 from sglang.srt.mem_cache.hicache.cli.replay.trace import DEFAULT_TRACE, read_trace
 
@@ -52,7 +53,8 @@ def _run(config: BenchConfig, trace: Trace, json_path: Path | None) -> int:
 
     figures: list[Figure] = []
     try:
-        with show_progress(Console(stderr=True, force_terminal=sys.stderr.isatty()), unit="steps") as on_step:
+        console = Console(stderr=True, force_terminal=sys.stderr.isatty())
+        with termination_as_interrupt(), show_progress(console, unit="steps") as on_step:
             run_benches(config, trace, on_step, figures)
     finally:  # after an interrupt, what there is
         if figures:

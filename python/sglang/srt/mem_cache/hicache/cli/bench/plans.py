@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from sglang.srt.mem_cache.hicache.cli.bench.figures import Figure, compared
-from sglang.srt.mem_cache.hicache.cli.bench.subjects import OurSubject, PoolSizes, subjects_runtime
+from sglang.srt.mem_cache.hicache.cli.bench.subjects import OurSubject, sizes_for, subjects_runtime
 from sglang.srt.mem_cache.hicache.cli.bench.timing import alternating
 from sglang.srt.mem_cache.layouts import CpSharedKVLayout, CpSharedLayout
 from sglang.srt.mem_cache.layouts.pages import tokens_of_pages
@@ -135,7 +135,7 @@ def bench_plan(config: BenchConfig, trace: Trace, on_step: OnStep) -> list[Figur
 
 def bench_metadata(config: BenchConfig, trace: Trace, on_step: OnStep) -> list[Figure]:
     """Bytes that the metadata of a replayed tree takes for each token cached on the host."""
-    sizes = PoolSizes(page_size=PAGE_SIZE)
+    sizes = sizes_for(trace, RANKS)
     figures = []
     with subjects_runtime(sizes):
         for number, (name, ranks) in enumerate((("identity", 1), ("cp_shared", RANKS))):

@@ -12,6 +12,7 @@ from sglang.srt.mem_cache.hicache.cli.bench.subjects import (
     PoolSizes,
     Subject,
     hiradix,
+    sizes_for,
     subjects_runtime,
     unified,
 )
@@ -35,7 +36,7 @@ BY_TOKEN = "identity, indices by token for SGLang's engine"
 def bench_requests(config: BenchConfig, trace: Trace, on_step: OnStep) -> list[Figure]:
     """Milliseconds of one request, for equal logical pools and so for equal decisions. Bytes are not copied."""
     prompts = [trace.token_ids(request) for request in trace.requests]
-    sizes = PoolSizes()
+    sizes = sizes_for(trace, RANKS)
     rounds: dict[str, list[float]] = {}
     hits: dict[str, int] = {}
     with subjects_runtime(sizes) as server_args:

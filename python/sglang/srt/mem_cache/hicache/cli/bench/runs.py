@@ -34,7 +34,7 @@ RANKS = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pressure:
-    """Pools of one rank, and how far the trace's 512-token blocks are scaled down."""
+    """Pools of one rank, larger where a prompt needs it, and how far the trace's 512-token blocks are scaled down."""
 
     name: str
     rank_tokens: int
@@ -69,11 +69,7 @@ def bench_runs(config: BenchConfig, trace: Trace, on_step: OnStep) -> list[Figur
     """Share of the copied pages that lie in runs of at least so many pages, for both layouts and two pressures."""
     pressures = (
         Pressure(name="64 tokens a block", rank_tokens=65_536, block_tokens=64),
-        Pressure(
-            name="512 tokens a block",
-            rank_tokens=max(262_144, default_device_tokens(trace, PAGE_SIZE)),
-            block_tokens=512,
-        ),
+        Pressure(name="512 tokens a block", rank_tokens=262_144, block_tokens=512),
     )
     figures = []
     total = 2 * len(pressures)
@@ -86,7 +82,8 @@ def bench_runs(config: BenchConfig, trace: Trace, on_step: OnStep) -> list[Figur
 def _churn(config: BenchConfig, pressure: Pressure, ranks: int) -> list[Figure]:
     requests = len(read_trace(config.trace).requests)
     trace = read_trace(config.trace, block_tokens=pressure.block_tokens, max_requests=min(config.requests, requests))
-    sizes = PoolSizes(page_size=PAGE_SIZE, device_tokens=pressure.rank_tokens * ranks)
+    rank_tokens = max(pressure.rank_tokens, default_device_tokens(trace, PAGE_SIZE))
+    sizes = PoolSizes(page_size=PAGE_SIZE, device_tokens=rank_tokens * ranks)
     with subjects_runtime(sizes):
         subject = OurSubject("identity" if ranks == 1 else "cp_shared", ranks, sizes)
         half = len(trace.requests) // 2

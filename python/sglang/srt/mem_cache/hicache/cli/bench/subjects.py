@@ -13,7 +13,7 @@ from __future__ import annotations
 import atexit
 from array import array
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -33,6 +33,7 @@ from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache  # type: 
 
 from sglang.srt.mem_cache.hicache.agreement import RankAgreement
 from sglang.srt.mem_cache.hicache.allocator import CPSharedPagedTokenToKVPoolAllocator
+from sglang.srt.mem_cache.hicache.cli.replay.trace import default_device_tokens
 from sglang.srt.mem_cache.hicache.device_pools import MlaGeometry, build_device_pool
 from sglang.srt.mem_cache.hicache.radix_cache import HiRadixCache
 from sglang.srt.mem_cache.hicache.radix_tree import PagedInsertParams
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.memory_pool import KVCache
     from sglang.srt.server_args import ServerArgs
 
+    from sglang.srt.mem_cache.hicache.cli.replay.trace import Trace
     from sglang.srt.mem_cache.hicache.tree_node import LayoutTreeNode
     from sglang.srt.mem_cache.layouts import CopyPlan
     from sglang.srt.mem_cache.layouts.pages import PageArray
@@ -66,6 +68,14 @@ class PoolSizes:
     page_size: int = 64
     device_tokens: int = 262_144
     host_ratio: float = 2.0
+
+
+def sizes_for(trace: Trace, ranks: int) -> PoolSizes:
+    """The usual pools, or larger ones where a prompt needs them; as many pages for each of `ranks`."""
+    usual = PoolSizes()
+    needed = max(usual.device_tokens, default_device_tokens(trace, usual.page_size))
+    unit = usual.page_size * ranks
+    return replace(usual, device_tokens=-(-needed // unit) * unit)
 
 
 class Subject(Protocol):

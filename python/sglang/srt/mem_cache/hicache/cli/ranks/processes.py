@@ -20,7 +20,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sglang.srt.mem_cache.hicache.cli.endings import raise_terminated
+from sglang.srt.mem_cache.hicache.cli.endings import termination_as_interrupt
 from sglang.srt.mem_cache.hicache.cli.ranks.launch import start_rank
 from sglang.srt.mem_cache.hicache.cli.ranks.messages import (
     Alive,
@@ -66,31 +66,11 @@ def run_job(
     an error, an interrupt included.
     """
     with (
-        _termination_as_interrupt(),
+        termination_as_interrupt(),
         tempfile.TemporaryDirectory(prefix="kvlayouts-") as folder,
         _ranks(job, ranks, Path(folder), peer_seconds) as processes,
     ):
         return _Listener(processes, on_progress, peer_seconds).listen()
-
-
-@contextmanager
-def _termination_as_interrupt() -> Iterator[None]:
-    """SIGTERM and a closed terminal end the ranks and remove their folder as Ctrl-C does, unless they are ignored.
-
-    They raise `Terminated`. Off the main thread they stay as they are.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        for number, handler in handlers.items():
-            if handler is not signal.SIG_IGN:  # as under nohup
-                signal.signal(number, raise_terminated)
-        yield
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
 
 
 class _Rank:
