@@ -66,7 +66,7 @@ class KernelQueue:
         with torch.cuda.stream(self.stream):
             self._ring = PinnedRing(device)
             self._launch(self._ring.free_slot(1), pages=0)  # compiles, so that no request has to wait for it
-        self.wait_for_layer(0, self.stream)  # a driver that refuses to wait does so now
+            self.wait_for_layer(0, self.stream)  # a driver that refuses to wait does so now
 
     def send(self, plan: CopyPlan) -> Pairs:
         """Send the page pairs of `plan` to the device.
