@@ -1,8 +1,10 @@
 """Backup and load bandwidth of SGLang's engine and of ours, beside the ceiling of the link, in one run.
 
-Every round measures the ceiling each way, then every version once in each direction; the table shows medians. "of
-ceiling" takes the device's own time, between the events of the transfer's acknowledgement; "wall" the time from the
-call to the end of the copy, submission included; "submit" is what the calling thread spends.
+Every round measures the ceiling each way, then every version twice in each direction: on an idle device, and on one
+that is busy with other work until the copy has been submitted, as that of a server is. The table shows medians, in
+shares of the ceiling. "busy" and "idle" take the device's own time, between the events of the transfer's
+acknowledgement; an idle device waits for the calling thread now and then. "wall" is the time from the call to the end
+of the copy on an idle device, submission included; "submit" is what the calling thread spends.
 A load records an event after each layer, as a forward pass needs it.
 
     python3 benchmark/gpu_bandwidth.py [--rounds 7] [--pools mla_bf16,dsa_fp8,dsa_bf16] [--runs 1,4,16,64,0]
@@ -13,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import math
 import statistics
 import time
 import traceback
@@ -27,6 +30,7 @@ from gpu_common import (
     Link,
     PageContent,
     Results,
+    keep_busy,
     make_device_pool,
     poison,
     run_beside_the_gpu,
@@ -58,6 +62,7 @@ if TYPE_CHECKING:
 
 LAYERS = 16
 MIXED_RUNS = (1, 2, 4, 8, 16, 32, 64)
+WAYS = ("busy", "idle", "wall")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -157,26 +162,45 @@ def sglang_version(host_pool: AnyHostPool, device_pool: KVCache, io_backend: str
 
 
 class Sample(NamedTuple):
-    """Milliseconds between the events, from the call to the end, and on this thread."""
+    """Milliseconds between the events, on a busy and on an idle device; from the call to the end; on this thread."""
 
-    device_ms: float
+    busy_ms: float
+    idle_ms: float
     wall_ms: float
     submit_ms: float
 
 
 def timed(operation: Callable[[CopyPlan], TransferCompletion], plan: CopyPlan) -> Sample:
-    """One copy."""
+    """Two copies."""
     torch.cuda.synchronize()
     started = time.perf_counter()
     completion = operation(plan)
     submitted = time.perf_counter()
     torch.cuda.synchronize()
     ended = time.perf_counter()
+    submit_ms = (submitted - started) * 1e3
     return Sample(
-        device_ms=completion.start_event.elapsed_time(completion.finish_event),
+        busy_ms=timed_on_busy_device(operation, plan, busy_ms=2 * submit_ms + 1),
+        idle_ms=completion.start_event.elapsed_time(completion.finish_event),
         wall_ms=(ended - started) * 1e3,
-        submit_ms=(submitted - started) * 1e3,
+        submit_ms=submit_ms,
     )
+
+
+def timed_on_busy_device(
+    operation: Callable[[CopyPlan], TransferCompletion], plan: CopyPlan, *, busy_ms: float
+) -> float:
+    """Milliseconds of a copy that begins when all of it has been submitted; NaN if its submission waits for the device."""
+    for _ in range(5):
+        torch.cuda.synchronize()
+        keep_busy(busy_ms)
+        completion = operation(plan)
+        begun = completion.start_event.query()
+        torch.cuda.synchronize()
+        if not begun:
+            return float(completion.start_event.elapsed_time(completion.finish_event))
+        busy_ms *= 2
+    return math.nan
 
 
 def check(version: Version, plan: CopyPlan, content: PageContent, device_pool: KVCache, host_pool: AnyHostPool) -> str:
@@ -365,32 +389,29 @@ def measure_order(
     programs = {(version.name, version.mem_layout): version.programs for version in versions}
     rows: list[list[str]] = []
     for (version_name, mem_layout, what), values in samples.items():
-        milliseconds = statistics.median(value.device_ms for value in values)
-        wall = statistics.median(value.wall_ms for value in values)
-        submit = statistics.median(value.submit_ms for value in values)
-        rate = moved / milliseconds / 1e6
+        busy, idle, wall, submit = (statistics.median(column) for column in zip(*values, strict=True))
+        shares = {
+            way: moved / time_ms / 1e6 / ceiling[what] for way, time_ms in zip(WAYS, (busy, idle, wall), strict=True)
+        }
         record = {
             "pool": name,
             "run_pages": run,
             "version": version_name,
             "mem_layout": mem_layout,
             "what": what,
-            "gb_per_s": rate,
+            "gb_per_s": moved / busy / 1e6,
             "ceiling_gb_per_s": ceiling[what],
-            "share": rate / ceiling[what],
-            "ms": milliseconds,
-            "wall_ms": wall,
-            "wall_share": moved / wall / 1e6 / ceiling[what],
+            **{f"{way}_share": share for way, share in shares.items()},
             "submit_ms": submit,
             "worst_submit_ms": max(value.submit_ms for value in values),
             "programs": programs[version_name, mem_layout],
             "mib": moved / 2**20,
-            "all_ms": [value.device_ms for value in values],
+            "samples": [value._asdict() for value in values],
         }
         results.data.setdefault("measurements", []).append(record)
         rows.append(
-            [version_name, mem_layout, what, f"{rate:.1f}", f"{rate / ceiling[what]:.1%}",
-             f"{record['wall_share']:.1%}", f"{submit:.2f}", programs[version_name, mem_layout]]
+            [version_name, mem_layout, what, f"{record['gb_per_s']:.1f}", *(f"{shares[way]:.1%}" for way in WAYS),
+             f"{submit:.2f}", programs[version_name, mem_layout]]
         )  # fmt: skip
     results.data.setdefault("ceilings", []).append({"pool": name, "run_pages": run, **ceilings})
     results.save()
@@ -398,7 +419,7 @@ def measure_order(
         f"\n{name}, {moved / 2**20:.0f} MiB, {plan.pages} pages in runs of {run or 'mixed lengths'}; "
         f"ceiling D2H {ceiling['backup']:.1f}, H2D {ceiling['load']:.1f} GB/s"
     )
-    columns = ["version", "host layout", "what", "GB/s", "of ceiling", "wall", "submit ms", "SM blocks"]
+    columns = ["version", "host layout", "what", "GB/s", *WAYS, "submit ms", "SM blocks"]
     print(table(title, columns, sorted(rows, key=lambda row: (row[2], row[1], row[0]))), flush=True)
 
 

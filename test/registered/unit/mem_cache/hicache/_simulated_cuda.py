@@ -21,8 +21,7 @@ import numpy as np
 import torch
 from sglang.srt.managers import cache_controller
 
-from sglang.srt.mem_cache.hicache.cuda import copy_engine, kernel_queue, page_copier, staging
-from sglang.srt.mem_cache.hicache.cuda.page_kernel import MAP_COLUMNS
+from sglang.srt.mem_cache.hicache.cuda import copy_engine, driver, kernel_queue, page_copier, staging
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -37,8 +36,9 @@ class SimulatedCuda:
     """Stands in for the device between enter and exit; `seed` draws the order of work.
 
     With `one_queue` everything is done in the order of submission, as where streams share a queue of the hardware.
-    `refuse_copy` counts down to the copy that CUDA refuses, `refuse_wait` to the wait for a count; `refuse_launch` and
-    `refuse_release` are for one call. `shapes` are those of the kernels that were made, by whether they load.
+    `refuse_copy` counts down to the copy that CUDA refuses, `refuse_wait` to the wait for a count; `refuse_launch`,
+    `refuse_upload` and `refuse_release` are for one call. `shapes` are those of the kernels that were made, by whether
+    they load.
     """
 
     active: ClassVar[SimulatedCuda]
@@ -54,6 +54,7 @@ class SimulatedCuda:
         self.refuse_copy: int | None = None
         self.refuse_wait: int | None = None
         self.refuse_launch = False
+        self.refuse_upload = False
         self.refuse_release = False
         self._patches = ExitStack()
 
@@ -69,7 +70,7 @@ class SimulatedCuda:
             (page_copier, "make_timing_event_pair", lambda: (Event(), Event(), True)),
             (staging, "Slot", SimulatedSlot),
             (kernel_queue, "PageKernel", SimulatedKernel),
-            (kernel_queue, "_driver", lambda: self),
+            (driver, "_library", lambda: self),
             (copy_engine, "_library", lambda: self),
         ):
             self._patches.enter_context(patch.object(target, name, new))
@@ -111,15 +112,22 @@ class SimulatedCuda:
 
     cudaDriverGetVersion = cudaRuntimeGetVersion
 
-    def cudaMemcpyAsync(self, target: int, source: int, size: int, kind: int, handle: ctypes.c_void_p) -> int:
+    def cudaMemcpyAsync(self, target: int, source: int, size: int, kind: int, handle: int) -> int:
         """A copy on a stream, or the refusal that was asked for."""
         if self.refuse_copy is not None:
             self.refuse_copy -= 1
             if self.refuse_copy < 0:
                 self.refuse_copy = None
                 return 1
-        assert handle.value is not None
-        self.streams[handle.value - 1].submit(lambda: ctypes.memmove(target, source, size))
+        self.streams[handle - 1].submit(lambda: ctypes.memmove(target, source, size))
+        return 0
+
+    def cuMemcpyHtoDAsync_v2(self, target: int, source: int, size: int, handle: int) -> int:
+        """A copy on a stream, or the refusal that was asked for."""
+        if self.refuse_upload:
+            self.refuse_upload = False
+            return 1
+        self.streams[handle - 1].submit(lambda: ctypes.memmove(target, source, size))
         return 0
 
     def cuStreamWaitValue32_v2(self, handle: int, address: int, value: int, flags: int) -> int:
@@ -144,6 +152,8 @@ class _Work:
 
 class Stream:
     """Work in the order in which it was submitted."""
+
+    device = torch.device("cpu")
 
     def __init__(self, device: torch.device | None = None) -> None:
         streams = SimulatedCuda.active.streams
@@ -207,17 +217,12 @@ class Event:
 
 
 class SimulatedSlot(staging.Slot):
-    """A slot in host memory that is uploaded when its stream comes to it."""
+    """A slot whose both sides are in host memory."""
 
     def __init__(self, words: int, device: torch.device) -> None:
         self.table = np.zeros(words, dtype=np.int64)
         self.on_device = torch.zeros(words, dtype=torch.int64)
         self._released = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch leaves it so
-
-    def upload(self, words: int) -> None:
-        """As on a device."""
-        target = self.on_device.numpy()
-        SimulatedCuda.active.current.submit(lambda: np.copyto(target[:words], self.table[:words]))
 
     def release(self, stream: torch.cuda.Stream) -> None:
         """As on a device, or the refusal that was asked for."""
@@ -229,11 +234,11 @@ class SimulatedSlot(staging.Slot):
 
 
 class SimulatedKernel:
-    """Whole pages in place of chunks, by programs that go on in any order."""
+    """The chunks of the table, by programs that go on in any order."""
 
-    def __init__(self, maps: torch.Tensor, counters: torch.Tensor, *, to_device: bool, shape: KernelShape) -> None:
+    def __init__(self, table: torch.Tensor, counters: torch.Tensor, *, to_device: bool, shape: KernelShape) -> None:
         SimulatedCuda.active.shapes[to_device] = shape
-        self._layers = maps.reshape(len(counters), -1, MAP_COLUMNS).tolist()
+        self._layers = table.tolist()
         self._counters = counters
         self._to_device = to_device
         self._count = shape.programs // PROGRAMS
@@ -247,13 +252,14 @@ class SimulatedKernel:
         stream.submit(parts=_interleaved([self._program(pairs, pages, first) for first in range(PROGRAMS)]))
 
     def _program(self, pairs: torch.Tensor, pages: int, first: int) -> Iterator[None]:
-        for layer, kinds in enumerate(self._layers):
-            for host_base, host_stride, device_base, device_stride, words in kinds:
-                for item in range(first, pages, PROGRAMS):
-                    host_page, device_page = pairs[2 * item : 2 * item + 2].tolist()
-                    host, device = host_base + host_page * host_stride, device_base + device_page * device_stride
-                    ctypes.memmove(*((device, host) if self._to_device else (host, device)), 8 * words)
-                    yield
+        for layer, chunks in enumerate(self._layers):
+            for turn in range(first, pages * len(chunks), PROGRAMS):
+                page, chunk = divmod(turn, len(chunks))
+                host_page, device_page = pairs[2 * page : 2 * page + 2].tolist()
+                host_base, host_stride, device_base, device_stride, words = chunks[chunk]
+                host, device = host_base + host_page * host_stride, device_base + device_page * device_stride
+                ctypes.memmove(*((device, host) if self._to_device else (host, device)), 8 * words)
+                yield
             ctypes.c_uint32.from_address(self._counters.data_ptr() + 4 * layer).value += self._count
             yield
 

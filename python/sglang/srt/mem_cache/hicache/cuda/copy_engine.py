@@ -74,14 +74,23 @@ class CopyEngines:
         self._attributes = _CopyAttributes(src_access_order=_SOURCE_ORDER_STREAM)
         self._first_of_attributes = ctypes.c_size_t(0)
         self._failed = ctypes.c_size_t(0)
-        last: list[object] = [
-            ctypes.byref(self._attributes),
-            ctypes.byref(self._first_of_attributes),
-            ctypes.c_size_t(1),
-        ]
+        last = [ctypes.byref(self._attributes), ctypes.byref(self._first_of_attributes), 1]
         if version.value < _BATCH_WITHOUT_FAIL_INDEX_SINCE:
             last.append(ctypes.byref(self._failed))
         self._last_arguments = last
+        if self.batched:
+            self._batch = self._library.cudaMemcpyBatchAsync
+            pointer, size = ctypes.c_void_p, ctypes.c_size_t
+            self._batch.argtypes = [
+                pointer,
+                pointer,
+                pointer,
+                size,
+                pointer,
+                pointer,
+                size,
+                *[pointer] * (len(last) - 2),
+            ]
 
     def submit(self, copies: CopyTables, part: int, *, stream: torch.cuda.Stream) -> None:
         """Submit one part of `copies` on `stream`, in no given order; the arrays are read before the call returns.
@@ -91,11 +100,10 @@ class CopyEngines:
         first, end = copies.bounds[part], copies.bounds[part + 1]
         if first == end:
             return
-        handle = ctypes.c_void_p(stream.cuda_stream)
+        handle = stream.cuda_stream
         if self.batched:
-            tables = [ctypes.c_void_p(address + _WORD_BYTES * first) for address in copies.addresses]
-            count = ctypes.c_size_t(end - first)
-            self._check(self._library.cudaMemcpyBatchAsync(*tables, count, *self._last_arguments, handle))
+            tables = [address + _WORD_BYTES * first for address in copies.addresses]
+            self._check(self._batch(*tables, end - first, *self._last_arguments, handle))
             return
         for destination, source, size in zip(*(array[first:end].tolist() for array in copies.arrays), strict=True):
             self._check(self._library.cudaMemcpyAsync(destination, source, size, _KIND_DEFAULT, handle))

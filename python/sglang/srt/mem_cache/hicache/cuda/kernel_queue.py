@@ -12,15 +12,14 @@ Counts only grow, modulo 2^32, and the driver compares them so (`cuStreamWaitVal
 
 from __future__ import annotations
 
-import ctypes
 from dataclasses import dataclass
-from functools import cache
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import torch
 
-from .page_kernel import MAP_COLUMNS, PageKernel
+from . import driver
+from .page_kernel import CHUNK_COLUMNS, PageKernel
 from .staging import PinnedRing
 from .work import write_pairs
 
@@ -33,8 +32,8 @@ if TYPE_CHECKING:
     from .page_maps import AddressArray, PageMap
     from .staging import Slot
 
-_GREATER_OR_EQUAL: Final = 0
 _COUNTER_BYTES: Final = 4
+_CHUNK_ALIGNMENT: Final = 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,27 +55,24 @@ class KernelQueue:
         self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch leaves it untyped
         self._programs = shape.programs
         counters = torch.zeros(len(maps[0].host_bases), dtype=torch.int32, device=device)
-        self._kernel = PageKernel(
-            torch.from_numpy(map_table(maps)).to(device), counters, to_device=to_device, shape=shape
-        )
+        table = torch.from_numpy(chunk_table(maps, shape.chunk_bytes)).to(device)
+        self._kernel = PageKernel(table, counters, to_device=to_device, shape=shape)
         self._first_counter = counters.data_ptr()
         self._counted = 0
-        self._wait_value = _driver().cuStreamWaitValue32_v2
         self.stream.wait_stream(torch.cuda.current_stream(device))
+        self._ring = PinnedRing(self.stream)
         with torch.cuda.stream(self.stream):
-            self._ring = PinnedRing(device)
             self._launch(self._ring.free_slot(1), pages=0)  # compiles, so that no request has to wait for it
             self.wait_for_layer(0, self.stream)  # a driver that refuses to wait does so now
 
     def send(self, plan: CopyPlan) -> Pairs:
-        """Send the page pairs of `plan` to the device.
+        """Send the page pairs of `plan` to the device, which has to be current.
 
         They are to be launched before others are sent: until then their slot counts as free.
         """
-        with torch.cuda.stream(self.stream):  # torch gives a new slot memory that no other stream still uses
-            slot = self._ring.free_slot(2 * plan.pages)
-            pages = write_pairs(plan, slot.table)
-            slot.upload(2 * pages)
+        slot = self._ring.free_slot(2 * plan.pages)
+        pages = write_pairs(plan, slot.table)
+        slot.upload(2 * pages, self.stream)
         return Pairs(queue=self, slot=slot, pages=pages)
 
     def launch(self, pairs: Pairs, *, behind: torch.cuda.Stream, started: torch.Event | None) -> None:
@@ -97,26 +93,26 @@ class KernelQueue:
 
     def wait_for_layer(self, layer: int, stream: torch.cuda.Stream) -> None:
         """Make `stream` wait until the last launch is through with `layer`. Raises `RuntimeError` if CUDA refuses."""
-        address = self._first_counter + _COUNTER_BYTES * layer
-        code = self._wait_value(stream.cuda_stream, address, self._counted, _GREATER_OR_EQUAL)
-        if code:
-            raise RuntimeError(f"a stream cannot wait for layer {layer} of a load: CUDA driver error {code}")
+        driver.wait_for_count(self._first_counter + _COUNTER_BYTES * layer, self._counted, stream=stream)
 
 
-def map_table(maps: Sequence[PageMap]) -> AddressArray:
-    """Rows as the kernel reads them: layer by layer, all kinds of each. A layer without a kind has empty pages."""
-    table = np.zeros((len(maps[0].host_bases), len(maps), MAP_COLUMNS), dtype=np.int64)
-    for kind, page_map in enumerate(maps):
-        table[:, kind, 0] = page_map.host_bases
-        table[:, kind, 1] = page_map.host_stride
-        table[:, kind, 2] = page_map.device_bases
-        table[:, kind, 3] = page_map.device_stride
-        table[:, kind, 4] = np.where(page_map.host_bases != 0, page_map.page_bytes // 8, 0)
-    return table.reshape(-1, MAP_COLUMNS)
+def chunk_table(maps: Sequence[PageMap], chunk_bytes: int) -> AddressArray:
+    """Chunks as the kernel reads them, ``[layers, chunks, CHUNK_COLUMNS]``: those of a page of all kinds, in order.
 
-
-@cache
-def _driver() -> ctypes.CDLL:
-    library = ctypes.CDLL("libcuda.so.1")
-    library.cuStreamWaitValue32_v2.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint]
-    return library
+    The chunks of a kind are at most `chunk_bytes` (128 or more) and begin at multiples of 128 bytes; all but the last
+    are of one size. In a layer without the kind they are empty.
+    """
+    chunks: list[AddressArray] = []
+    for page_map in maps:
+        count = -(-page_map.page_bytes // chunk_bytes)
+        step = -(-page_map.page_bytes // (count * _CHUNK_ALIGNMENT)) * _CHUNK_ALIGNMENT
+        for first in range(0, page_map.page_bytes, step):
+            words = min(step, page_map.page_bytes - first) // 8
+            chunk = np.empty((len(page_map.host_bases), CHUNK_COLUMNS), dtype=np.int64)
+            chunk[:, 0] = page_map.host_bases + first
+            chunk[:, 1] = page_map.host_stride
+            chunk[:, 2] = page_map.device_bases + first
+            chunk[:, 3] = page_map.device_stride
+            chunk[:, 4] = np.where(page_map.host_bases != 0, words, 0)
+            chunks.append(chunk)
+    return np.stack(chunks, axis=1)

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.layouts.plans import CopyPlan
 
     from .page_maps import PageMap
-    from .work import Copies
 
 ONLY_COPY_ENGINES: Final = 0
 LONG_COPY_BYTES: Final = 512 << 10
@@ -92,15 +91,20 @@ class CudaPageCopier:
         """Submit `plan` on `stream`. A load has `layer_events`, of which one is recorded after each layer."""
         to_device = layer_events is not None
         work = self._work.divide(plan)
-        pairs = None if work.short is None else self._kernels[to_device].send(work.short)
-        tables = None if work.copies is None else _tables(work.copies, to_device=to_device)
-        started, finished, timed = make_timing_event_pair()
         with torch.cuda.stream(stream):  # for its device; events are told the stream, which torch takes 5 us to look up
+            pairs = None if work.short is None else self._kernels[to_device].send(work.short)
+            started, finished, timed = make_timing_event_pair()
             after.wait(stream)
-            if tables is not None or pairs is None:
+            if pairs is None:
+                tables = self._tables(work.long, to_device=to_device)
                 started.record(stream)
-            if pairs is not None:
-                pairs.queue.launch(pairs, behind=stream, started=started if tables is None else None)
+            elif work.long is None:
+                tables = None
+                pairs.queue.launch(pairs, behind=stream, started=started)
+            else:
+                started.record(stream)
+                pairs.queue.launch(pairs, behind=stream, started=None)
+                tables = self._tables(work.long, to_device=to_device)  # while the kernel is at work
             for layer in range(self._layers):
                 if tables is not None:
                     self._engines.submit(tables, layer, stream=stream)
@@ -112,6 +116,13 @@ class CudaPageCopier:
                 stream.wait_stream(pairs.queue.stream)
             finished.record(stream)
         return TransferCompletion(started, finished, timed)
+
+    def _tables(self, plan: CopyPlan | None, *, to_device: bool) -> CopyTables | None:
+        if plan is None:
+            return None
+        copies = self._work.copies(plan)
+        sources, destinations = (copies.host, copies.device) if to_device else (copies.device, copies.host)
+        return CopyTables(sources=sources, destinations=destinations, sizes=copies.sizes, ends=copies.ends)
 
 
 def page_copier(
@@ -129,11 +140,6 @@ def page_copier(
     if tuning is None:
         tuning = CopyTuning() if io_backend == "kernel" else CopyTuning(long_copy_bytes=ONLY_COPY_ENGINES)
     return CudaPageCopier(maps, device=torch.device(device), tuning=tuning)
-
-
-def _tables(copies: Copies, *, to_device: bool) -> CopyTables:
-    sources, destinations = (copies.host, copies.device) if to_device else (copies.device, copies.host)
-    return CopyTables(sources=sources, destinations=destinations, sizes=copies.sizes, ends=copies.ends)
 
 
 def _cuda_stream(stream: torch.Stream) -> torch.cuda.Stream:

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from . import driver
+
 if TYPE_CHECKING:
     from .page_maps import AddressArray
 
@@ -25,14 +27,13 @@ class Slot:
     """Room for `words` int64 on both sides: `table`, an array to write to, and `on_device`, flat."""
 
     def __init__(self, words: int, device: torch.device) -> None:
-        self._pinned = torch.empty(words, dtype=torch.int64, pin_memory=True)
+        self.table: AddressArray = torch.empty(words, dtype=torch.int64, pin_memory=True).numpy()
         self.on_device = torch.empty(words, dtype=torch.int64, device=device)
         self._released = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch leaves it so
-        self.table: AddressArray = self._pinned.numpy()
 
-    def upload(self, words: int) -> None:
-        """Copy the first `words` of `table` to the device, on the current stream."""
-        self.on_device[:words].copy_(self._pinned[:words], non_blocking=True)
+    def upload(self, words: int, stream: torch.cuda.Stream) -> None:
+        """Copy the first `words` of `table` to the device, on `stream`."""
+        driver.upload(self.on_device.data_ptr(), self.table.ctypes.data, words * self.table.itemsize, stream=stream)
 
     def release(self, stream: torch.cuda.Stream) -> None:
         """Free once `stream` has come this far."""
@@ -45,11 +46,11 @@ class Slot:
 
 
 class PinnedRing:
-    """Slots for tables to `device`: `slots` of 256 KiB at first, and more when all are in use or too small."""
+    """Slots for tables that `stream` reads: `slots` of 256 KiB at first, more when all are in use or too small."""
 
-    def __init__(self, device: torch.device, *, slots: int = 4) -> None:
-        self._device = device
-        self._slots = [Slot(_SLOT_WORDS, device) for _ in range(slots)]
+    def __init__(self, stream: torch.cuda.Stream, *, slots: int = 4) -> None:
+        self._stream = stream
+        self._slots = [self._new_slot(_SLOT_WORDS) for _ in range(slots)]
 
     def free_slot(self, words: int) -> Slot:
         """A slot with room for `words`; the caller has it until `Slot.release` has come to pass."""
@@ -57,5 +58,9 @@ class PinnedRing:
             if len(slot.table) >= words and slot.free:
                 self._slots.append(self._slots.pop(index))
                 return slot
-        self._slots.append(Slot(max(_SLOT_WORDS, 1 << (words - 1).bit_length()), self._device))
+        self._slots.append(self._new_slot(max(_SLOT_WORDS, 1 << (words - 1).bit_length())))
         return self._slots[-1]
+
+    def _new_slot(self, words: int) -> Slot:
+        with torch.cuda.stream(self._stream):  # torch gives it memory that no other stream still uses
+            return Slot(words, self._stream.device)

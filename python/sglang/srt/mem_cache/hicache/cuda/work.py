@@ -50,13 +50,12 @@ class Copies:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Work:
-    """What is to be done for a plan.
+    """What is to be done for a plan, as parts of it; None where there is nothing.
 
-    `copies` are those of the copy engines, or None. `short` is the part of the plan that the kernel copies page by
-    page, the same in every layer, or None.
+    `long` are the runs of the copy engines. `short` is what the kernel copies page by page, the same in every layer.
     """
 
-    copies: Copies | None = None
+    long: CopyPlan | None = None
     short: CopyPlan | None = None
 
 
@@ -89,10 +88,10 @@ class WorkShape:
             return Work(short=plan)
         short = lengths < self._long_pages
         if not short.any() or self._few_and_not_small(lengths[short]):
-            return Work(copies=self._copies(plan))
+            return Work(long=plan)
         if short.all():
             return Work(short=plan)
-        return Work(copies=self._copies(_part(plan, ~short)), short=_part(plan, short))
+        return Work(long=_part(plan, ~short), short=_part(plan, short))
 
     def _few_and_not_small(self, lengths: PageArray) -> bool:
         """Whether copy engines may have these runs although they are short."""
@@ -100,8 +99,8 @@ class WorkShape:
         few = copies * self._copies_per_run <= self._few_copies
         return bool(few and shortest * self._smallest_page_bytes >= SMALL_COPY_BYTES)
 
-    def _copies(self, plan: CopyPlan) -> Copies:
-        """A copy for each kind and run, or for each kind and page where neighbours do not join; kinds side by side."""
+    def copies(self, plan: CopyPlan) -> Copies:
+        """A copy for each kind and run of `plan`, or for each kind and page where neighbours do not join."""
         if self._merges:
             host, device, lengths = plan.host_starts, plan.device_starts, plan.lengths
         else:

@@ -14,7 +14,7 @@ from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.test_utils import CustomTestCase
 
 from sglang.srt.mem_cache.hicache.cpu.support import install_cpu_support
-from sglang.srt.mem_cache.hicache.cuda.kernel_queue import map_table
+from sglang.srt.mem_cache.hicache.cuda.kernel_queue import chunk_table
 from sglang.srt.mem_cache.hicache.cuda.page_maps import PageMap, page_maps
 from sglang.srt.mem_cache.hicache.cuda.work import WorkShape, write_pairs
 from sglang.srt.mem_cache.hicache.device_pools import build_device_pool, index_buffers, kv_buffers
@@ -78,20 +78,21 @@ class TestPageCopies(CustomTestCase):
 
     def move(self, plan: CopyPlan, maps: list[PageMap], long_copy_bytes: int | None, *, to_device: bool) -> None:
         """What the copy engines and the kernel do, and what the kernel counts."""
-        work = WorkShape(maps, long_copy_bytes=long_copy_bytes, few_copies=0).divide(plan)
+        shape = WorkShape(maps, long_copy_bytes=long_copy_bytes, few_copies=0)
+        work = shape.divide(plan)
         if work.short is not None:
             pairs = np.full(64, -1, dtype=np.int64)
             pages = write_pairs(work.short, pairs)
             counters = torch.full((LAYERS + 1,), -2, dtype=torch.int32)
-            shape = self.kernel.KernelShape(programs=3, warps=4, chunk_bytes=4096)
-            kernel = self.kernel.PageKernel(
-                torch.from_numpy(map_table(maps)), counters[:LAYERS], to_device=to_device, shape=shape
-            )
+            table = torch.from_numpy(chunk_table(maps, 4096))
+            programs = self.kernel.KernelShape(programs=3, warps=4, chunk_bytes=4096)
+            kernel = self.kernel.PageKernel(table, counters[:LAYERS], to_device=to_device, shape=programs)
             kernel.launch(torch.from_numpy(pairs), pages=pages)
             self.assertEqual(counters.tolist(), [1] * LAYERS + [-2])
-        if work.copies is not None:
-            sides = (work.copies.device, work.copies.host) if to_device else (work.copies.host, work.copies.device)
-            for target, source, size in zip(*(array.tolist() for array in (*sides, work.copies.sizes)), strict=True):
+        if work.long is not None:
+            copies = shape.copies(work.long)
+            sides = (copies.device, copies.host) if to_device else (copies.host, copies.device)
+            for target, source, size in zip(*(array.tolist() for array in (*sides, copies.sizes)), strict=True):
                 ctypes.memmove(target, source, size)
 
 

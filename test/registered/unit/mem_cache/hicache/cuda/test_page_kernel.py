@@ -19,7 +19,9 @@ from triton.backends.nvidia.compiler import CUDABackend  # type: ignore[import-u
 from triton.runtime.jit import create_function_from_signature  # type: ignore[import-untyped]  # ditto
 
 from sglang.srt.mem_cache.hicache.cuda import page_kernel
+from sglang.srt.mem_cache.hicache.cuda.kernel_queue import chunk_table
 from sglang.srt.mem_cache.hicache.cuda.page_kernel import KernelShape
+from sglang.srt.mem_cache.hicache.cuda.page_maps import PageMap
 
 register_cpu_ci(est_time=20, suite="base-a-test-cpu")
 
@@ -34,9 +36,9 @@ def assembly(*, to_device: bool) -> list[str]:
     source = triton.compiler.ASTSource(
         fn=page_kernel._copy_pages,  # noqa: SLF001  # what `PageKernel` compiles when it is on a device
         signature={
-            **dict.fromkeys(("maps", "pairs"), "*i64"),
+            **dict.fromkeys(("table", "pairs"), "*i64"),
             "counters": "*i32",
-            **dict.fromkeys(("pages", "layers", "kinds"), "i32"),
+            **dict.fromkeys(("pages", "layers", "chunks"), "i32"),
             **dict.fromkeys(("TO_DEVICE", "CHUNK_WORDS"), "constexpr"),
         },
         constexprs={(6,): to_device, (7,): KernelShape().chunk_bytes // 8},
@@ -71,9 +73,10 @@ class TestPageKernel(CustomTestCase):
         self.assertEqual(len(compiled_for), 1)
 
     def test_a_compiled_kernel_gets_its_arguments_by_their_places(self) -> None:
-        maps, pairs = torch.zeros((6, 5), dtype=torch.int64), torch.zeros(20, dtype=torch.int64)
+        table, pairs = torch.zeros((3, 6, 5), dtype=torch.int64), torch.zeros(20, dtype=torch.int64)
         counters = torch.zeros(3, dtype=torch.int32)
-        kernel = page_kernel.PageKernel(maps, counters, to_device=True, shape=KernelShape(chunk_bytes=256))
+        shape = KernelShape(chunk_bytes=256)
+        kernel = page_kernel.PageKernel(table, counters, to_device=True, shape=shape)
         with patch.object(kernel, "_launch") as launch:
             kernel.launch(pairs, pages=7, stream=cast("torch.cuda.Stream", SimpleNamespace(cuda_stream=77)))
         names = page_kernel._copy_pages.arg_names  # noqa: SLF001  # as above
@@ -81,12 +84,12 @@ class TestPageKernel(CustomTestCase):
         self.assertEqual(
             dict(zip(names, launch.call_args.args, strict=True)),
             {
-                "maps": maps.data_ptr(),
+                "table": table.data_ptr(),
                 "pairs": pairs.data_ptr(),
                 "counters": counters.data_ptr(),
                 "pages": 7,
                 "layers": 3,
-                "kinds": 2,
+                "chunks": 6,
                 "TO_DEVICE": True,
                 "CHUNK_WORDS": 32,
             },
@@ -97,10 +100,12 @@ class TestPageKernel(CustomTestCase):
             for chunk_bytes in (128, 256, 1024):
                 with self.subTest(chunk_bytes=chunk_bytes):
                     source, target = torch.arange(1, WORDS + 1), torch.zeros(WORDS, dtype=torch.int64)
-                    maps = torch.tensor([[source.data_ptr(), 8 * WORDS, target.data_ptr(), 8 * WORDS, WORDS]])
+                    whole = PageMap.of_views([source[None]], [target[None]])
+                    assert whole is not None
+                    table = torch.from_numpy(chunk_table([whole], chunk_bytes))
+                    self.assertEqual(table.shape[1], -(-8 * WORDS // chunk_bytes))
                     shape = kernel.KernelShape(programs=2, warps=1, chunk_bytes=chunk_bytes)
-                    counters = torch.zeros(1, dtype=torch.int32)
-                    copier = kernel.PageKernel(maps, counters, to_device=True, shape=shape)
+                    copier = kernel.PageKernel(table, torch.zeros(1, dtype=torch.int32), to_device=True, shape=shape)
                     copier.launch(torch.tensor([0, 0]), pages=1)
                     self.assertEqual(target.tolist(), source.tolist())
         for chunk_bytes in (64, 192, 0):

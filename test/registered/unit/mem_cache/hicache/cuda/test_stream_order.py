@@ -238,7 +238,7 @@ class TestStreamOrder(CustomTestCase):
     def test_a_driver_that_cannot_wait_for_a_count_is_found_when_the_copier_is_made(self) -> None:
         with SimulatedCuda(0) as cuda:
             cuda.refuse_wait = 0
-            with self.assertRaisesRegex(RuntimeError, "cannot wait for layer 0 of a load: CUDA driver error 801"):
+            with self.assertRaisesRegex(RuntimeError, "cannot wait for a count: CUDA driver error 801"):
                 Traffic(cuda)
 
     def test_pages_beyond_the_room_of_a_slot_get_a_larger_one(self) -> None:
@@ -260,14 +260,15 @@ class TestStreamOrder(CustomTestCase):
 
     def test_after_a_load_that_cuda_refused_the_next_one_is_waited_for_and_ends(self) -> None:
         for seed in range(SEEDS):
-            for refused in ("copy", "wait", "launch", "release"):
+            for refused in ("copy", "wait", "launch", "upload", "release"):
                 with self.subTest(seed=seed, refused=refused), SimulatedCuda(seed) as cuda:
                     traffic = Traffic(cuda)
                     cuda.refuse_copy = 2 if refused == "copy" else None
                     cuda.refuse_wait = 1 if refused == "wait" else None
                     cuda.refuse_launch = refused == "launch"
+                    cuda.refuse_upload = refused == "upload"
                     cuda.refuse_release = refused == "release"
-                    with self.assertRaisesRegex(RuntimeError, "refused|CUDA driver error 801"):
+                    with self.assertRaisesRegex(RuntimeError, "refused|CUDA driver error"):
                         for _ in range(50):
                             traffic.submit(to_device=True)
                     cuda.drain()

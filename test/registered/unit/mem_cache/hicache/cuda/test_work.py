@@ -9,7 +9,7 @@ from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.test_utils import CustomTestCase
 
 from sglang.srt.mem_cache.hicache.cuda.page_maps import PageMap
-from sglang.srt.mem_cache.hicache.cuda.work import SMALL_COPY_BYTES, Work, WorkShape, write_pairs
+from sglang.srt.mem_cache.hicache.cuda.work import SMALL_COPY_BYTES, Copies, Work, WorkShape, write_pairs
 from sglang.srt.mem_cache.layouts.plans import CopyPlan
 
 register_cpu_ci(est_time=20, suite="base-a-test-cpu")
@@ -42,10 +42,9 @@ def pairs_of(work: Work) -> list[list[int]]:
     return pairs
 
 
-def moved(work: Work, maps: list[PageMap]) -> list[tuple[int, int]]:
-    """Every (host address, device address) of 16 bytes that the work moves, in all layers, in order."""
+def moved(work: Work, copies: Copies | None, maps: list[PageMap]) -> list[tuple[int, int]]:
+    """Every (host address, device address) of 16 bytes that is moved, in all layers, in order."""
     found: list[tuple[int, int]] = []
-    copies = work.copies
     if copies is not None:
         for host, device, size in zip(copies.host.tolist(), copies.device.tolist(), copies.sizes.tolist(), strict=True):
             found += [(host + at, device + at) for at in range(0, size, 16)]
@@ -58,10 +57,8 @@ def moved(work: Work, maps: list[PageMap]) -> list[tuple[int, int]]:
     return sorted(found)
 
 
-def layers_of(work: Work, maps: list[PageMap]) -> list[set[int]]:
+def layers_of(copies: Copies, maps: list[PageMap]) -> list[set[int]]:
     """For each part of the copies, the layers whose memory it writes."""
-    copies = work.copies
-    assert copies is not None
     starts = np.array([kind.device_bases for kind in maps])
     return [
         {int(np.argwhere((starts <= address) & (address < starts + (1 << 14)))[0][1]) for address in part.tolist()}
@@ -98,21 +95,20 @@ class TestDivide(CustomTestCase):
         host, device = (np.concatenate([runs[at] for at in rng.permutation(len(runs))]) for _ in range(2))
         plan = CopyPlan.from_pages(page_size=4, host_pages=host, device_pages=device)
         maps = [page_map(96, first=0, merges=merges), page_map(32, first=1 << 14, merges=merges, absent=absent)]
-        work = divide(plan, maps, threshold)
-        self.assertEqual(moved(work, maps), wanted(plan, maps))
-        if work.copies is not None:
-            for layer, found in enumerate(layers_of(work, maps)):
-                self.assertLessEqual(found, {layer})
+        work, copies = divide(plan, maps, threshold)
+        self.assertEqual(moved(work, copies, maps), wanted(plan, maps))
+        for layer, found in enumerate([] if copies is None else layers_of(copies, maps)):
+            self.assertLessEqual(found, {layer})
 
     def test_a_run_goes_to_the_copy_engines_from_the_threshold_on_with_all_its_kinds(self) -> None:
         plan = CopyPlan.from_pages(page_size=4, host_pages=np.array([0, 1, 2, 9]), device_pages=np.array([4, 5, 6, 1]))
         maps = [page_map(96, first=0, merges=True), page_map(32, first=1 << 14, merges=True)]
         for threshold in (2 * 96 + 1, 3 * 96):
-            work = divide(plan, maps, threshold)
-            assert work.copies is not None
-            self.assertEqual((work.copies.sizes.tolist(), [*work.copies.ends]), ([288, 96] * LAYERS, [2, 4, 6]))
+            work, copies = divide(plan, maps, threshold)
+            assert copies is not None
+            self.assertEqual((copies.sizes.tolist(), [*copies.ends]), ([288, 96] * LAYERS, [2, 4, 6]))
             self.assertEqual(pairs_of(work), [[9, 1]])
-        self.assertIsNone(divide(plan, maps, 3 * 96 + 1).copies)
+        self.assertIsNone(divide(plan, maps, 3 * 96 + 1)[1])
 
     def test_a_kernel_that_would_save_few_copies_none_of_them_small_is_not_launched(self) -> None:
         plan = CopyPlan.from_pages(page_size=4, host_pages=np.array([0, 1, 2, 8, 9]), device_pages=np.arange(5))
@@ -130,32 +126,36 @@ class TestDivide(CustomTestCase):
             ]
             with self.subTest(sizes=sizes, absent=absent, merges=merges):
                 threshold = long_run_pages * first
-                self.assertIsNone(divide(plan, maps, threshold, copies).short)
-                self.assertIsNotNone(divide(plan, maps, threshold, copies - 1).short)
+                self.assertIsNone(divide(plan, maps, threshold, copies)[0].short)
+                self.assertIsNotNone(divide(plan, maps, threshold, copies - 1)[0].short)
         smaller = [page_map(large, first=0, merges=True), page_map(small - 16, first=1 << 14, merges=True)]
-        self.assertIsNotNone(divide(plan, smaller, 3 * large, 1000).short)
-        self.assertIsNotNone(divide(plan, smaller[:1], None, 1000).short)
+        self.assertIsNotNone(divide(plan, smaller, 3 * large, 1000)[0].short)
+        self.assertIsNotNone(divide(plan, smaller[:1], None, 1000)[0].short)
 
     def test_pages_that_do_not_join_on_the_host_are_copied_one_by_one(self) -> None:
         plan = CopyPlan.from_pages(page_size=4, host_pages=np.arange(3), device_pages=np.arange(3))
-        work = divide(plan, [page_map(96, first=0, merges=False)], 0)
-        assert work.copies is not None
-        self.assertEqual((work.copies.sizes.tolist(), [*work.copies.ends]), ([96] * 3 * LAYERS, [3, 6, 9]))
+        work, copies = divide(plan, [page_map(96, first=0, merges=False)], 0)
+        assert copies is not None
+        self.assertEqual((copies.sizes.tolist(), [*copies.ends]), ([96] * 3 * LAYERS, [3, 6, 9]))
         self.assertIsNone(work.short)
 
     def test_an_empty_plan_is_no_work(self) -> None:
         none = np.empty(0, dtype=np.int64)
-        work = divide(
+        work, _ = divide(
             CopyPlan.from_pages(page_size=4, host_pages=none, device_pages=none),
             [page_map(96, first=0, merges=True)],
             0,
         )
-        self.assertEqual((work.copies, work.short), (None, None))
+        self.assertEqual((work.long, work.short), (None, None))
 
 
-def divide(plan: CopyPlan, maps: list[PageMap], long_copy_bytes: int | None, few_copies: int = 0) -> Work:
-    """The work of `plan`."""
-    return WorkShape(maps, long_copy_bytes=long_copy_bytes, few_copies=few_copies).divide(plan)
+def divide(
+    plan: CopyPlan, maps: list[PageMap], long_copy_bytes: int | None, few_copies: int = 0
+) -> tuple[Work, Copies | None]:
+    """The work of `plan`, and the copies of the engines."""
+    shape = WorkShape(maps, long_copy_bytes=long_copy_bytes, few_copies=few_copies)
+    work = shape.divide(plan)
+    return work, None if work.long is None else shape.copies(work.long)
 
 
 if __name__ == "__main__":
