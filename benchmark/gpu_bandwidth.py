@@ -190,7 +190,7 @@ def timed(operation: Callable[[CopyPlan], TransferCompletion], plan: CopyPlan) -
 def timed_on_busy_device(
     operation: Callable[[CopyPlan], TransferCompletion], plan: CopyPlan, *, busy_ms: float
 ) -> float:
-    """Milliseconds of a copy that begins when all of it has been submitted; NaN if its submission waits for the device."""
+    """Milliseconds of a copy that begins when all of it has been submitted; NaN if submission waits for the device."""
     for _ in range(5):
         torch.cuda.synchronize()
         keep_busy(busy_ms)

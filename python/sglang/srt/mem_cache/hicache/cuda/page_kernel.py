@@ -15,6 +15,7 @@ are waited for one by one, and the link is never idle between layers.
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -22,9 +23,13 @@ import torch
 import triton  # type: ignore[import-untyped]  # Triton ships no types
 import triton.language as tl  # type: ignore[import-untyped]  # ditto
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from sglang.srt.mem_cache.hicache.cuda.driver import Launch, parameter_sizes
 
+if TYPE_CHECKING:
+    from sglang.srt.mem_cache.hicache.cuda.driver import Parameter
+
+_POINTER_BYTES: Final = 8
+_WARP_THREADS: Final = 32
 CHUNK_COLUMNS: Final = 5
 """int64 columns of the kernel's chunk table: host base and stride, device base and stride (bytes), words of a chunk."""
 
@@ -91,25 +96,55 @@ class PageKernel:
         self._sizes = table.shape[:2]
         self._constants = {"TO_DEVICE": to_device, "CHUNK_WORDS": shape.chunk_bytes // 8}
         self._shape = shape
-        self._launch: Callable[..., None] | None = None
+        self._compiled = False
+        self._pairs, self._pages = ctypes.c_int64(), ctypes.c_int32()
+        self._direct: Launch | None = None
 
     def launch(self, pairs: torch.Tensor, *, pages: int, stream: torch.cuda.Stream | None = None) -> None:
-        """Copy `pages` pages of all layers and kinds on `stream`; the first call compiles, which takes seconds.
+        """Copy `pages` pages of all layers and kinds on `stream`, on the device that is current.
 
         `pairs` is int64 on the device, flat, at an address that 16 divides: host page and device page by turns.
-        ``shape.programs`` is added to each counter in all, when the pages of its layer are written.
+        ``shape.programs`` is added to each counter in all, when the pages of its layer are written. The first call
+        compiles, which takes seconds.
         """
-        table, counters = self._tables
-        sizes = (pages, *self._sizes)
-        if self._launch is not None and stream is not None:
-            # Triton's own way to it looks at every argument and for the current stream, which takes many times as long
-            addresses = (table.data_ptr(), pairs.data_ptr(), counters.data_ptr())
-            self._launch(*addresses, *sizes, *self._constants.values(), stream=stream.cuda_stream)
+        if self._direct is not None and stream is not None:
+            self._pairs.value, self._pages.value = pairs.data_ptr(), pages
+            self._direct(stream)
             return
         kernel: Any = _copy_pages
+        table, counters = self._tables
         with torch.cuda.stream(stream):
             compiled = kernel[(self._shape.programs,)](
-                table, pairs, counters, *sizes, **self._constants, num_warps=self._shape.warps
+                table, pairs, counters, pages, *self._sizes, **self._constants, num_warps=self._shape.warps
             )
-        if compiled is not None:  # the interpreter compiles nothing
-            self._launch = compiled[(self._shape.programs, 1, 1)]
+        if not self._compiled and compiled is not None:  # the interpreter compiles nothing
+            self._compiled = True
+            self._direct = self._direct_launch(compiled)
+
+    def _direct_launch(self, compiled: Any) -> Launch | None:  # noqa: ANN401  # Triton ships no types
+        """A launch without Triton, which looks at every argument first; None where the kernel is not as expected.
+
+        After our parameters Triton may add pointers to scratch memory, which this kernel does not use.
+        """
+        table, counters = self._tables
+        own: list[Parameter] = [
+            ctypes.c_int64(table.data_ptr()),
+            self._pairs,
+            ctypes.c_int64(counters.data_ptr()),
+            self._pages,
+            *map(ctypes.c_int32, self._sizes),
+        ]
+        sizes = parameter_sizes(compiled.function)
+        scratch = sizes[len(own) :]
+        metadata = compiled.metadata
+        if sizes[: len(own)] != [ctypes.sizeof(parameter) for parameter in own] or set(scratch) - {_POINTER_BYTES}:
+            return None
+        if getattr(metadata, "global_scratch_size", 0) or getattr(metadata, "profile_scratch_size", 0):
+            return None
+        return Launch(
+            compiled.function,
+            blocks=self._shape.programs,
+            threads=self._shape.warps * _WARP_THREADS,
+            shared_bytes=metadata.shared,
+            parameters=[*own, *(ctypes.c_int64() for _ in scratch)],
+        )

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import re
 import unittest
 from itertools import pairwise
 from types import SimpleNamespace
-from typing import cast
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -18,7 +19,7 @@ from triton.backends.compiler import GPUTarget  # type: ignore[import-untyped]  
 from triton.backends.nvidia.compiler import CUDABackend  # type: ignore[import-untyped]  # ditto
 from triton.runtime.jit import create_function_from_signature  # type: ignore[import-untyped]  # ditto
 
-from sglang.srt.mem_cache.hicache.cuda import page_kernel
+from sglang.srt.mem_cache.hicache.cuda import driver, page_kernel
 from sglang.srt.mem_cache.hicache.cuda.kernel_queue import chunk_table
 from sglang.srt.mem_cache.hicache.cuda.page_kernel import KernelShape
 from sglang.srt.mem_cache.hicache.cuda.page_maps import PageMap
@@ -48,7 +49,55 @@ def assembly(*, to_device: bool) -> list[str]:
     return re.findall(r"(?:ld|st|atom|red)\.global\S+|bar\.sync", compiled.asm["ptx"])
 
 
+FUNCTION = 0xF00D
+STREAM: Any = SimpleNamespace(cuda_stream=0x5EED)
+
+
+def compiled(**metadata: int) -> Any:  # noqa: ANN401  # Triton ships no types
+    """What Triton makes of a kernel, as far as it is looked at."""
+    return SimpleNamespace(function=FUNCTION, metadata=SimpleNamespace(shared=48, **metadata))
+
+
+class HostDriver:
+    """C functions with the signatures of CUDA's header, for a kernel whose parameters have these sizes."""
+
+    def __init__(self, sizes: list[int], *, code: int = 0) -> None:
+        self.launches: list[tuple[tuple[int, ...], list[int]]] = []
+        self._sizes = sizes
+        self._code = code
+        pointer, number = ctypes.c_void_p, ctypes.c_uint
+        launch = ctypes.CFUNCTYPE(ctypes.c_int, pointer, *[number] * 7, pointer, pointer, pointer)
+        self.cuLaunchKernel = launch(self._launch)
+        if sizes:
+            info = ctypes.CFUNCTYPE(ctypes.c_int, pointer, ctypes.c_size_t, pointer, pointer)
+            self.cuFuncGetParamInfo = info(self._info)
+
+    def _info(self, function: int, index: int, offset: int, size: int) -> int:
+        assert function == FUNCTION
+        if index >= len(self._sizes):
+            return 1
+        ctypes.c_size_t.from_address(size).value = self._sizes[index]
+        return 0
+
+    def _launch(self, *arguments: Any) -> int:  # noqa: ANN401  # null is None, others are int
+        *how, values, extra = arguments
+        assert extra is None
+        addresses = (ctypes.c_void_p * len(self._sizes)).from_address(values)
+        found = [
+            int.from_bytes(ctypes.string_at(address, size), "little")
+            for address, size in zip(addresses, self._sizes, strict=True)
+        ]
+        self.launches.append((tuple(how), found))
+        return self._code
+
+
 class TestPageKernel(CustomTestCase):
+    def setUp(self) -> None:
+        self.table, self.pairs = torch.zeros((3, 6, 5), dtype=torch.int64), torch.zeros(20, dtype=torch.int64)
+        self.counters = torch.zeros(3, dtype=torch.int32)
+        shape = KernelShape(programs=3, warps=2, chunk_bytes=256)
+        self.kernel = page_kernel.PageKernel(self.table, self.counters, to_device=True, shape=shape)
+
     def test_a_layer_is_counted_for_all_to_see_after_every_thread_has_stored_16_bytes_at_a_time(self) -> None:
         for to_device in (True, False):
             with self.subTest(to_device=to_device):
@@ -73,27 +122,52 @@ class TestPageKernel(CustomTestCase):
         self.assertEqual(len(compiled_for), 1)
 
     def test_a_compiled_kernel_gets_its_arguments_by_their_places(self) -> None:
-        table, pairs = torch.zeros((3, 6, 5), dtype=torch.int64), torch.zeros(20, dtype=torch.int64)
-        counters = torch.zeros(3, dtype=torch.int32)
-        shape = KernelShape(chunk_bytes=256)
-        kernel = page_kernel.PageKernel(table, counters, to_device=True, shape=shape)
-        with patch.object(kernel, "_launch") as launch:
-            kernel.launch(pairs, pages=7, stream=cast("torch.cuda.Stream", SimpleNamespace(cuda_stream=77)))
-        names = page_kernel._copy_pages.arg_names  # noqa: SLF001  # as above
-        self.assertEqual(launch.call_args.kwargs, {"stream": 77})
-        self.assertEqual(
-            dict(zip(names, launch.call_args.args, strict=True)),
-            {
-                "table": table.data_ptr(),
-                "pairs": pairs.data_ptr(),
-                "counters": counters.data_ptr(),
-                "pages": 7,
-                "layers": 3,
-                "chunks": 6,
-                "TO_DEVICE": True,
-                "CHUNK_WORDS": 32,
-            },
-        )
+        kernel, names = self.kernel, page_kernel._copy_pages.arg_names  # noqa: SLF001  # as above
+        for scratch in (0, 1, 2):
+            library = HostDriver([8, 8, 8, 4, 4, 4] + [8] * scratch)
+            with self.subTest(scratch=scratch), patch.object(driver, "_library", lambda library=library: library):
+                direct = kernel._direct_launch(compiled())  # noqa: SLF001  # as `launch` does when Triton has compiled
+                assert direct is not None
+                with patch.object(kernel, "_direct", direct):
+                    for pages in (7, 70_000):
+                        kernel.launch(self.pairs, pages=pages, stream=STREAM)
+                        how, values = library.launches.pop()
+                        self.assertEqual(how, (FUNCTION, 3, 1, 1, 64, 1, 1, 48, STREAM.cuda_stream))
+                        self.assertEqual(values[6:], [0] * scratch)
+                        self.assertEqual(
+                            dict(zip(names, values[:6], strict=False)),
+                            {
+                                "table": self.table.data_ptr(),
+                                "pairs": self.pairs.data_ptr(),
+                                "counters": self.counters.data_ptr(),
+                                "pages": pages,
+                                "layers": 3,
+                                "chunks": 6,
+                            },
+                        )
+
+    def test_a_kernel_with_other_parameters_is_launched_by_triton(self) -> None:
+        for sizes, metadata in (
+            ([8, 8, 8, 4, 4], {}),  # one was made a constant
+            ([8, 8, 8, 8, 4, 4], {}),
+            ([8, 8, 8, 4, 4, 4, 4], {}),  # no pointer
+            ([8, 8, 8, 4, 4, 4, 8], {"global_scratch_size": 128}),
+            ([8, 8, 8, 4, 4, 4, 8, 8], {"profile_scratch_size": 128}),
+            ([], {}),  # an old driver
+        ):
+            library = HostDriver(sizes)
+            with self.subTest(sizes=sizes, metadata=metadata), patch.object(driver, "_library", lambda it=library: it):
+                self.assertIsNone(self.kernel._direct_launch(compiled(**metadata)))  # noqa: SLF001  # as above
+
+    def test_a_launch_that_cuda_refuses_is_an_error(self) -> None:
+        library = HostDriver([8, 8, 8, 4, 4, 4], code=719)
+        with patch.object(driver, "_library", lambda: library):
+            direct = self.kernel._direct_launch(compiled())  # noqa: SLF001  # as above
+            with (
+                patch.object(self.kernel, "_direct", direct),
+                self.assertRaisesRegex(RuntimeError, "a kernel cannot be launched: CUDA driver error 719"),
+            ):
+                self.kernel.launch(self.pairs, pages=1, stream=STREAM)
 
     def test_chunks_of_128_bytes_and_more_leave_no_byte_out_and_others_are_refused(self) -> None:
         with interpreted_kernel() as kernel:
