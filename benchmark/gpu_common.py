@@ -44,10 +44,7 @@ GEOMETRIES: dict[str, Geometry] = {
 
 
 def run_beside_the_gpu() -> None:
-    """Keep this process on processors of the GPU's NUMA node, as ``--numa-node`` does for a server; says where it is.
-
-    From another node a submission takes twice as long.
-    """
+    """Keep this process on processors of the GPU's NUMA node, as ``--numa-node`` does for a server; says which."""
     properties: Any = torch.cuda.get_device_properties(0)
     address = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
     listed = Path("/sys/bus/pci/devices") / address / "local_cpulist"

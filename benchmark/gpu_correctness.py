@@ -3,7 +3,8 @@
 Each case serves chains of pages whose bytes depend on the whole chain: write them, back them up while the copy stream
 is held busy, split a node meanwhile, evict everything, overwrite the device, and load back while a consumer on
 another stream reads each layer as soon as its event allows. Page order is random on both sides. Submissions run with
-``torch.cuda.set_sync_debug_mode("error")``. One line a case; the exit code is the number of failed cases (at most 99).
+``torch.cuda.set_sync_debug_mode("error")``. Before them, each rank sees that a case without waits for layers has wrong
+bytes. One line a case; the exit code is the number of failed cases (at most 99).
 
     python3 benchmark/gpu_correctness.py [--only cp_shared] [--ranks 1,2,4]
 """
@@ -22,6 +23,7 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from itertools import product
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -43,7 +45,9 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from sglang.srt.mem_cache.hicache.allocator import CPSharedPagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.hicache.cli.replay.content import prefix_sums
+from sglang.srt.mem_cache.hicache.cuda import driver
 from sglang.srt.mem_cache.hicache.cuda.page_copier import CopyTuning, page_copier
+from sglang.srt.mem_cache.hicache.cuda.page_kernel import KernelShape
 from sglang.srt.mem_cache.hicache.digest import tree_digest
 from sglang.srt.mem_cache.hicache.invariants import violations
 from sglang.srt.mem_cache.hicache.radix_cache import HiRadixCache
@@ -55,11 +59,15 @@ from sglang.srt.mem_cache.layouts import GroupKind, LayoutConfig, create_layout
 from sglang.srt.mem_cache.layouts.pages import pages_of_tokens
 
 if TYPE_CHECKING:
+    from sglang.srt.mem_cache.l2_transfer import L2TransferEngine
+
     from sglang.srt.mem_cache.layouts.pages import PageArray
 
 LAYERS = 4
 DEVICE_PAGES = 96
 HOLD_CYCLES = 400_000_000
+SLOW = CopyTuning(long_copy_bytes=None, to_device=KernelShape(warps=4, chunk_bytes=1024))
+"""The kernel alone, at a tenth of its speed: whoever reads a layer too early finds some of its bytes missing."""
 WORLD = 4
 STREAMS_SHARE_A_QUEUE = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
 """Then what computes the next chain waits for a held stream as well, and no backup is still held after it."""
@@ -74,6 +82,11 @@ class Case:
     pool: str
     io_backend: str
     mem_layout: str
+
+    @property
+    def short_runs_by_kernel(self) -> bool:
+        """Whether the kernel has a part in every copy but those of long runs."""
+        return (self.io_backend, self.mem_layout) == ("kernel", "layer_first")
 
     def __str__(self) -> str:
         return f"{self.layout} x{self.ranks} {self.pool} {self.io_backend} {self.mem_layout}"
@@ -136,15 +149,19 @@ class Rank:
             group=ShardGroup(kind=GroupKind.ATTENTION_CP, size=case.ranks, rank=number),
         )
         self.controller = self.cache.cache_controller
-        if (case.io_backend, case.mem_layout) == ("kernel", "layer_first"):
-            self.controller.transfer = self.transfer_with_the_kernel()
-        self.engine = self.controller.transfer.engine
+        if case.short_runs_by_kernel:
+            self.use_copier(CopyTuning(few_copies=0))  # however few they are
         stream_type: Any = torch.cuda.Stream  # torch leaves it untyped
         self.consumer = stream_type()
         self.checked_pages = 0
 
-    def transfer_with_the_kernel(self) -> HostTransfer:
-        """Copies as ever, but the kernel takes short runs however few they are."""
+    @property
+    def engine(self) -> L2TransferEngine:
+        """The streams of the copies."""
+        return self.controller.transfer.engine
+
+    def use_copier(self, tuning: CopyTuning) -> None:
+        """From now on copies go as `tuning` says. None may be under way."""
         pools: dict[str, Any] = {
             "host_pool": self.controller.mem_pool_host,
             "device_pool": self.device_pool,
@@ -155,9 +172,9 @@ class Rank:
             page_size=PAGE_SIZE,
             device="cuda",
             io_backend="kernel",
-            tuning=CopyTuning(few_copies=0),
+            tuning=tuning,
         )
-        return HostTransfer(**pools, copier=copier)
+        self.controller.transfer = HostTransfer(**pools, copier=copier)
 
     # What requests do.
 
@@ -265,6 +282,8 @@ class Rank:
             self.load_and_read(tokens, what)
         self.check_state("after load")
         self.evict_all()
+        if self.case.short_runs_by_kernel:
+            self.use_copier(SLOW)
         self.load_and_read(trunk, "trunk again")
         self.problems.expect(self.cache.stats.loads == 4, f"{self.cache.stats.loads} loads acknowledged, not 4")
 
@@ -305,8 +324,11 @@ def hold(stream: Any) -> None:  # noqa: ANN401  # torch leaves its streams untyp
         sleep(HOLD_CYCLES)
 
 
-def rehearse(number: int) -> None:
-    """A case of its own on every rank: kernels are loaded at their first use, which can wait for a held stream."""
+def rehearse(number: int) -> str:
+    """Cases of its own on every rank: kernels are loaded at their first use, which can wait for a held stream.
+
+    The last is broken, and its wrong bytes have to be seen. Returns what is wrong with that.
+    """
     groups = [dist.new_group([rank]) for rank in range(WORLD)]
     for pool, mem_layout in product(GEOMETRIES, ("layer_first", "page_first")):
         case = Case(layout="identity", ranks=1, pool=pool, io_backend="kernel", mem_layout=mem_layout)
@@ -314,6 +336,10 @@ def rehearse(number: int) -> None:
         if wrong and number == 0:
             print("rehearsal: " + "; ".join(line[-600:] for line in wrong), flush=True)
         gc.collect()
+    case = Case(layout="identity", ranks=1, pool="mla_bf16", io_backend="kernel", mem_layout="layer_first")
+    with patch.object(driver, "wait_for_count"):
+        wrong, _ = run_case(case, 0, groups[number])
+    return "" if any("wrong bytes" in line for line in wrong) else f"no layer was read too early: {wrong}"
 
 
 def run_case(case: Case, number: int, group: dist.ProcessGroup) -> tuple[list[str], int]:
@@ -351,9 +377,12 @@ def worker(number: int, rendezvous: str, cases: list[Case], failures: Any) -> No
     dist.init_process_group(
         "gloo", init_method=f"file://{rendezvous}", rank=number, world_size=WORLD, timeout=timedelta(seconds=240)
     )
-    rehearse(number)
-    dist.barrier()
+    unnoticed = [""] * WORLD
+    dist.all_gather_object(unnoticed, rehearse(number))
     results = Results("gpu_correctness.json") if number == 0 else None
+    if results is not None:
+        failures.value += any(unnoticed)
+        print(f"{'FAIL' if any(unnoticed) else 'ok  '} without waits wrong bytes are seen", *filter(None, unnoticed))
     for case in cases:
         started = time.perf_counter()
         group = dist.new_group(list(range(case.ranks)), timeout=timedelta(seconds=40))
