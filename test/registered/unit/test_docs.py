@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parents[3]
 PACKAGES = ROOT / "python/sglang/srt/mem_cache"  # `layouts/...` and `hicache/...` are short for files below it
 EXAMPLE = ROOT / "examples/keyed-layout"  # the package that docs/tutorial.md builds
-COMMAND = PACKAGES / "hicache/cli/main.py"
+COMMANDS = [PACKAGES / "hicache/cli/main.py", *sorted((PACKAGES / "hicache/cli").glob("*/command.py"))]
 DOCUMENTS = sorted(
     [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/**/*.md"), *ROOT.glob("changes/*.md")]
 )
@@ -84,7 +84,7 @@ def test_no_page_names_a_host_or_a_path_of_one_machine(page: Path) -> None:
 def _command_options() -> dict[str, set[str]]:
     """The options of each subcommand, from the decorators of its function."""
     found: dict[str, set[str]] = {}
-    for function in ast.walk(ast.parse(COMMAND.read_text(encoding="utf-8"))):
+    for function in (node for path in COMMANDS for node in ast.parse(path.read_text(encoding="utf-8")).body):
         if isinstance(function, ast.FunctionDef):
             names = {argument.value for argument in _option_arguments(function) if isinstance(argument.value, str)}
             found[function.name] = {name for name in names if name.startswith("--")}
@@ -97,11 +97,17 @@ def _option_arguments(function: ast.FunctionDef) -> Iterator[ast.Constant]:
             yield from (argument for argument in decorator.args if isinstance(argument, ast.Constant))
 
 
-def test_the_guide_describes_exactly_the_options_of_replay() -> None:
-    options = _command_options()["replay"]
-    assert len(options) > 10, f"the options of replay were not found in {COMMAND.name}"
-    guide = (ROOT / "docs/replay.md").read_text(encoding="utf-8")
-    described = re.findall(r"^\| `(--[a-z-]+)` \|", guide, re.MULTILINE)
+@pytest.mark.parametrize("command", ["replay", "explain", "plan", "bench"])
+def test_a_guide_describes_exactly_the_options_of_its_command(command: str) -> None:
+    options = _command_options()[command]
+    assert len(options) > 3, f"the options of {command} were not found"
+    guide = (ROOT / f"docs/{command}.md").read_text(encoding="utf-8")
+    (table,) = re.findall(r"^\| Option \|.*\n(?:\|.*\n)+", guide, re.MULTILINE)
+    described = [
+        option
+        for cell in re.findall(r"^\| ([^|]+) \|", table, re.MULTILINE)
+        for option in re.findall("`(--[^`]+)`", cell)
+    ]
     assert sorted(described) == sorted(options)
 
 
