@@ -327,7 +327,8 @@ def hold(stream: Any) -> None:  # noqa: ANN401  # torch leaves its streams untyp
 def rehearse(number: int) -> str:
     """Cases of its own on every rank: kernels are loaded at their first use, which can wait for a held stream.
 
-    The last is broken, and its wrong bytes have to be seen. Returns what is wrong with that.
+    The last is broken, and its wrong bytes have to be seen, unless streams share a queue, where they come in order.
+    Returns what is wrong with that.
     """
     groups = [dist.new_group([rank]) for rank in range(WORLD)]
     for pool, mem_layout in product(GEOMETRIES, ("layer_first", "page_first")):
@@ -336,6 +337,8 @@ def rehearse(number: int) -> str:
         if wrong and number == 0:
             print("rehearsal: " + "; ".join(line[-600:] for line in wrong), flush=True)
         gc.collect()
+    if STREAMS_SHARE_A_QUEUE:
+        return ""
     case = Case(layout="identity", ranks=1, pool="mla_bf16", io_backend="kernel", mem_layout="layer_first")
     with patch.object(driver, "wait_for_count"):
         wrong, _ = run_case(case, 0, groups[number])
@@ -380,7 +383,7 @@ def worker(number: int, rendezvous: str, cases: list[Case], failures: Any) -> No
     unnoticed = [""] * WORLD
     dist.all_gather_object(unnoticed, rehearse(number))
     results = Results("gpu_correctness.json") if number == 0 else None
-    if results is not None:
+    if results is not None and not STREAMS_SHARE_A_QUEUE:
         failures.value += any(unnoticed)
         print(f"{'FAIL' if any(unnoticed) else 'ok  '} without waits wrong bytes are seen", *filter(None, unnoticed))
     for case in cases:

@@ -239,6 +239,7 @@ class SimulatedKernel:
     def __init__(self, table: torch.Tensor, counters: torch.Tensor, *, to_device: bool, shape: KernelShape) -> None:
         SimulatedCuda.active.shapes[to_device] = shape
         self._layers = table.tolist()
+        assert 8 * int(table[..., -1].max()) <= shape.chunk_bytes, "the rest of a chunk would not be copied"
         self._counters = counters
         self._to_device = to_device
         self._count = shape.programs // PROGRAMS

@@ -50,7 +50,7 @@ class Launch:
 
 
 def parameter_sizes(function: int) -> list[int]:
-    """Bytes of each parameter of a loaded kernel, in order; empty if the driver is too old to tell (CUDA < 12.4)."""
+    """Bytes of each parameter of a loaded kernel, in order; empty if the driver cannot tell (before CUDA 12.4)."""
     library = _library()
     sizes: list[int] = []
     offset, size = ctypes.c_size_t(), ctypes.c_size_t()

@@ -48,7 +48,8 @@ class Pairs:
 class KernelQueue:
     """Launches the page kernel for the pools behind `maps`, one copy after the other, on `stream`.
 
-    Raises `OSError` if CUDA's driver library cannot be loaded, `RuntimeError` if it cannot wait for a count.
+    Raises `OSError` if CUDA's driver library cannot be loaded, `AttributeError` if it lacks a call (of CUDA 12 and
+    later), `RuntimeError` if it cannot wait for a count.
     """
 
     def __init__(self, maps: Sequence[PageMap], *, device: torch.device, to_device: bool, shape: KernelShape) -> None:
@@ -66,17 +67,14 @@ class KernelQueue:
             self.wait_for_layer(0, self.stream)  # a driver that refuses to wait does so now
 
     def send(self, plan: CopyPlan) -> Pairs:
-        """Send the page pairs of `plan` to the device, which has to be current.
-
-        They are to be launched before others are sent: until then their slot counts as free.
-        """
+        """Send the page pairs of `plan` to the device, which has to be current, in a slot that a launch releases."""
         slot = self._ring.free_slot(2 * plan.pages)
         pages = write_pairs(plan, slot.table)
         slot.upload(2 * pages, self.stream)
         return Pairs(queue=self, slot=slot, pages=pages)
 
     def launch(self, pairs: Pairs, *, behind: torch.cuda.Stream, started: torch.Event | None) -> None:
-        """Submit the copy of `pairs`, to begin after what `behind` has been given so far.
+        """Submit the copy of `pairs`, to begin after what `behind` has been given so far. The device has to be current.
 
         `started` is recorded as the last thing before the launch: an idle device comes to it at once, and has to wait
         for the calling thread until there is a kernel.

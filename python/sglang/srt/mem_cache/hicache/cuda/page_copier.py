@@ -92,9 +92,9 @@ class CudaPageCopier:
         to_device = layer_events is not None
         work = self._work.divide(plan)
         with torch.cuda.stream(stream):  # for its device; events are told the stream, which torch takes 5 us to look up
+            after.wait(stream)  # first, since torch sees to it that the device has a context; the driver does not
             pairs = None if work.short is None else self._kernels[to_device].send(work.short)
             started, finished, timed = make_timing_event_pair()
-            after.wait(stream)
             if pairs is None:
                 tables = self._tables(work.long, to_device=to_device)
                 started.record(stream)

@@ -96,7 +96,7 @@ class PageKernel:
         self._sizes = table.shape[:2]
         self._constants = {"TO_DEVICE": to_device, "CHUNK_WORDS": shape.chunk_bytes // 8}
         self._shape = shape
-        self._compiled = False
+        self._compiled: Any = None
         self._pairs, self._pages = ctypes.c_int64(), ctypes.c_int32()
         self._direct: Launch | None = None
 
@@ -104,8 +104,9 @@ class PageKernel:
         """Copy `pages` pages of all layers and kinds on `stream`, on the device that is current.
 
         `pairs` is int64 on the device, flat, at an address that 16 divides: host page and device page by turns.
-        ``shape.programs`` is added to each counter in all, when the pages of its layer are written. The first call
-        compiles, which takes seconds.
+        ``shape.programs`` is added to each counter in all, when the pages of its layer are written. `pages` times the
+        chunks of one has to be below 2^31. The first call compiles, which takes seconds. Without `stream` Triton takes
+        the current one.
         """
         if self._direct is not None and stream is not None:
             self._pairs.value, self._pages.value = pairs.data_ptr(), pages
@@ -117,14 +118,14 @@ class PageKernel:
             compiled = kernel[(self._shape.programs,)](
                 table, pairs, counters, pages, *self._sizes, **self._constants, num_warps=self._shape.warps
             )
-        if not self._compiled and compiled is not None:  # the interpreter compiles nothing
-            self._compiled = True
+        if self._compiled is None and compiled is not None:  # the interpreter compiles nothing
+            self._compiled = compiled  # kept, as the function is its
             self._direct = self._direct_launch(compiled)
 
     def _direct_launch(self, compiled: Any) -> Launch | None:  # noqa: ANN401  # Triton ships no types
         """A launch without Triton, which looks at every argument first; None where the kernel is not as expected.
 
-        After our parameters Triton may add pointers to scratch memory, which this kernel does not use.
+        After our parameters Triton may add pointers to scratch memory. They are null if it says that none is needed.
         """
         table, counters = self._tables
         own: list[Parameter] = [
@@ -139,12 +140,13 @@ class PageKernel:
         metadata = compiled.metadata
         if sizes[: len(own)] != [ctypes.sizeof(parameter) for parameter in own] or set(scratch) - {_POINTER_BYTES}:
             return None
-        if getattr(metadata, "global_scratch_size", 0) or getattr(metadata, "profile_scratch_size", 0):
+        needed = [getattr(metadata, name, None) for name in ("global_scratch_size", "profile_scratch_size")]
+        if any(needed) or needed.count(0) < len(scratch):
             return None
         return Launch(
             compiled.function,
             blocks=self._shape.programs,
-            threads=self._shape.warps * _WARP_THREADS,
+            threads=metadata.num_warps * _WARP_THREADS,
             shared_bytes=metadata.shared,
             parameters=[*own, *(ctypes.c_int64() for _ in scratch)],
         )

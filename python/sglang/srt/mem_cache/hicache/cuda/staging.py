@@ -26,6 +26,9 @@ _SLOT_WORDS = 1 << 15
 class Slot:
     """Room for `words` int64 on both sides: `table`, an array to write to, and `on_device`, flat."""
 
+    taken = False
+    """From `PinnedRing.free_slot` to `release`; for ever if an error comes between, since something may read it."""
+
     def __init__(self, words: int, device: torch.device) -> None:
         self.table: AddressArray = torch.empty(words, dtype=torch.int64, pin_memory=True).numpy()
         self.on_device = torch.empty(words, dtype=torch.int64, device=device)
@@ -38,11 +41,12 @@ class Slot:
     def release(self, stream: torch.cuda.Stream) -> None:
         """Free once `stream` has come this far."""
         self._released.record(stream)
+        self.taken = False
 
     @property
     def free(self) -> bool:
-        """Whether nothing reads it any more."""
-        return bool(self._released.query())  # type: ignore[no-untyped-call]  # torch leaves it so
+        """Whether nobody has it and nothing reads it any more."""
+        return not self.taken and bool(self._released.query())  # type: ignore[no-untyped-call]  # torch leaves it so
 
 
 class PinnedRing:
@@ -53,12 +57,14 @@ class PinnedRing:
         self._slots = [self._new_slot(_SLOT_WORDS) for _ in range(slots)]
 
     def free_slot(self, words: int) -> Slot:
-        """A slot with room for `words`; the caller has it until `Slot.release` has come to pass."""
+        """A slot with room for `words`, which the caller has to release."""
         for index, slot in enumerate(self._slots):
             if len(slot.table) >= words and slot.free:
                 self._slots.append(self._slots.pop(index))
-                return slot
-        self._slots.append(self._new_slot(max(_SLOT_WORDS, 1 << (words - 1).bit_length())))
+                break
+        else:
+            self._slots.append(self._new_slot(max(_SLOT_WORDS, 1 << (words - 1).bit_length())))
+        self._slots[-1].taken = True
         return self._slots[-1]
 
     def _new_slot(self, words: int) -> Slot:

@@ -8,7 +8,7 @@ import unittest
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import MagicMock, patch
 
 import torch
 import triton  # type: ignore[import-untyped]  # Triton ships no types
@@ -51,11 +51,14 @@ def assembly(*, to_device: bool) -> list[str]:
 
 FUNCTION = 0xF00D
 STREAM: Any = SimpleNamespace(cuda_stream=0x5EED)
+NO_SCRATCH = {"global_scratch_size": 0, "profile_scratch_size": 0}
 
 
 def compiled(**metadata: int) -> Any:  # noqa: ANN401  # Triton ships no types
     """What Triton makes of a kernel, as far as it is looked at."""
-    return SimpleNamespace(function=FUNCTION, metadata=SimpleNamespace(shared=48, **metadata))
+    return SimpleNamespace(
+        function=FUNCTION, metadata=SimpleNamespace(**{"shared": 48, "num_warps": 2, **NO_SCRATCH, **metadata})
+    )
 
 
 class HostDriver:
@@ -63,14 +66,24 @@ class HostDriver:
 
     def __init__(self, sizes: list[int], *, code: int = 0) -> None:
         self.launches: list[tuple[tuple[int, ...], list[int]]] = []
+        self.uploads: list[tuple[int, ...]] = []
+        self.waits: list[tuple[int, ...]] = []
         self._sizes = sizes
         self._code = code
         pointer, number = ctypes.c_void_p, ctypes.c_uint
         launch = ctypes.CFUNCTYPE(ctypes.c_int, pointer, *[number] * 7, pointer, pointer, pointer)
         self.cuLaunchKernel = launch(self._launch)
+        upload = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_uint64, pointer, ctypes.c_size_t, pointer)
+        self.cuMemcpyHtoDAsync_v2 = upload(lambda *arguments: self._note(self.uploads, arguments))
+        wait = ctypes.CFUNCTYPE(ctypes.c_int, pointer, ctypes.c_uint64, ctypes.c_uint32, number)
+        self.cuStreamWaitValue32_v2 = wait(lambda *arguments: self._note(self.waits, arguments))
         if sizes:
             info = ctypes.CFUNCTYPE(ctypes.c_int, pointer, ctypes.c_size_t, pointer, pointer)
             self.cuFuncGetParamInfo = info(self._info)
+
+    def _note(self, calls: list[tuple[int, ...]], arguments: tuple[int, ...]) -> int:
+        calls.append(arguments)
+        return self._code
 
     def _info(self, function: int, index: int, offset: int, size: int) -> int:
         assert function == FUNCTION
@@ -153,11 +166,45 @@ class TestPageKernel(CustomTestCase):
             ([8, 8, 8, 4, 4, 4, 4], {}),  # no pointer
             ([8, 8, 8, 4, 4, 4, 8], {"global_scratch_size": 128}),
             ([8, 8, 8, 4, 4, 4, 8, 8], {"profile_scratch_size": 128}),
+            ([8, 8, 8, 4, 4, 4, 8, 8, 8], {}),  # a third pointer, of which nothing is known
             ([], {}),  # an old driver
         ):
             library = HostDriver(sizes)
             with self.subTest(sizes=sizes, metadata=metadata), patch.object(driver, "_library", lambda it=library: it):
                 self.assertIsNone(self.kernel._direct_launch(compiled(**metadata)))  # noqa: SLF001  # as above
+
+    def test_the_first_launch_compiles_and_the_next_ones_do_without_triton(self) -> None:
+        for sizes, by_triton in (([8, 8, 8, 4, 4, 4], 1), ([8, 8, 8, 4, 4], 3)):
+            library, kernel = HostDriver(sizes), MagicMock()
+            kernel[3,].return_value = compiled()
+            fresh = page_kernel.PageKernel(
+                self.table, self.counters, to_device=True, shape=KernelShape(programs=3, warps=2, chunk_bytes=256)
+            )
+            with (
+                self.subTest(sizes=sizes),
+                patch.object(driver, "_library", lambda library=library: library),
+                patch.object(page_kernel, "_copy_pages", kernel),
+            ):
+                for pages in (0, 5, 6):
+                    fresh.launch(self.pairs, pages=pages, stream=STREAM)
+            calls = kernel[3,].call_args_list
+            self.assertEqual([call.args[3] for call in calls], [0, 5, 6][:by_triton])
+            self.assertEqual([values[3] for _, values in library.launches], [0, 5, 6][by_triton:])
+            tensors = (self.table, self.pairs, self.counters)
+            self.assertTrue(all(given is own for given, own in zip(calls[0].args, tensors, strict=False)))
+            self.assertEqual(calls[0].args[3:], (0, 3, 6))
+            self.assertEqual(calls[0].kwargs, {"TO_DEVICE": True, "CHUNK_WORDS": 32, "num_warps": 2})
+
+    def test_the_drivers_calls_have_the_arguments_of_its_header(self) -> None:
+        library = HostDriver([8])
+        with patch.object(ctypes, "CDLL", return_value=library):
+            found = driver._library.__wrapped__()  # noqa: SLF001  # not the one that is kept
+        with patch.object(driver, "_library", lambda: found):
+            driver.upload(1 << 40, 1 << 41, 1 << 33, stream=STREAM)
+            driver.wait_for_count(1 << 42, (1 << 32) - 1, stream=STREAM)
+            self.assertEqual(driver.parameter_sizes(FUNCTION), [8])
+        self.assertEqual(library.uploads, [(1 << 40, 1 << 41, 1 << 33, STREAM.cuda_stream)])
+        self.assertEqual(library.waits, [(STREAM.cuda_stream, 1 << 42, (1 << 32) - 1, 0)])
 
     def test_a_launch_that_cuda_refuses_is_an_error(self) -> None:
         library = HostDriver([8, 8, 8, 4, 4, 4], code=719)

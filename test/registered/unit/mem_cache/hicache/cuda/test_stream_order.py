@@ -119,6 +119,14 @@ class Traffic:
         used.record(self.consumer)
         self.flying.append(Transfer(pages=pages, wanted=wanted, completion=completion, begun=begun, used=used))
 
+    def load_page(self, page: int, *, behind: Stream) -> None:
+        """A load of one page, full of sevens, after what `behind` has been given."""
+        pages = np.array([page], dtype=np.int64)
+        self.sides[HOST][0][:, page] = 7
+        producer: Any = LayerLoadingEvent(LAYERS)
+        producer.start_event.record(behind)
+        self.copier.load(CopyPlan.from_pages(page_size=4, host_pages=pages, device_pages=pages), self.engine, producer)
+
     def settle(self) -> None:
         """Wait for the oldest transfer, and use the pages that it read for something else."""
         transfer = self.flying.pop(0)
@@ -252,6 +260,33 @@ class TestStreamOrder(CustomTestCase):
                 found = pairs.slot.on_device[: 2 * pages].numpy().reshape(pages, 2)
                 self.assertEqual(pairs.pages, pages)
                 self.assertTrue(np.array_equal(found, np.stack([host, host], axis=1)))
+
+    def test_chunks_are_no_longer_than_the_kernel_moves_at_a_time(self) -> None:
+        with SimulatedCuda(0):
+            page_map = PageMap.of_views([torch.zeros(2, 1024)], [torch.zeros(2, 1024)])
+            assert page_map is not None
+            shape = KernelShape(programs=3, chunk_bytes=256)
+            KernelQueue([page_map], device=torch.device("cpu"), to_device=True, shape=shape)  # the simulation looks
+
+    def test_a_slot_that_could_not_be_released_is_not_used_again(self) -> None:
+        with SimulatedCuda(0) as cuda:
+            traffic = Traffic(cuda, long_copy_bytes=1 << 20)
+            cuda.drain()
+            earlier, gate = Stream(), Stream()
+            opened: list[bool] = []
+            gate.submit(ready=lambda: bool(opened))
+            cuda.refuse_release = True
+            with self.assertRaisesRegex(RuntimeError, "refused"):
+                traffic.load_page(0, behind=earlier)
+            for page in range(1, 5):
+                traffic.load_page(page, behind=earlier)
+            traffic.load_page(9, behind=gate)
+            while cuda.step():
+                pass
+            self.assertTrue((traffic.sides[DEVICE][0][:, :5] == 7).all())
+            self.assertFalse((traffic.sides[DEVICE][0][:, 9] == 7).any(), "loaded before its start")
+            opened.append(True)
+            cuda.drain()
 
     def test_counts_go_on_past_2_to_the_32(self) -> None:
         for seed in range(SEEDS // 4):
