@@ -224,21 +224,24 @@ class TestTreeSizes(CustomTestCase):
             "OurSubject": mock.MagicMock(),
             "subjects_runtime": lambda _: nullcontext(),
             "_time_ours": lambda _, sizes: [TreeTimes(leaves=leaves, micros=micros) for leaves in sizes],
-            "_their_times": lambda _: {},
+            "_SGLANG": dict.fromkeys(tree_sizes.SGLANG_UP_TO, mock.MagicMock()),
+            "_take_turns": lambda *_: {"evict": 1.0},
+            "SGLANG_UP_TO": {"SGLang HiRadixCache": CONFIG.tree_sizes[-1], "SGLang UnifiedRadixCache": 1_000},
         }
         for name, instead in replaced.items():
             self.enterContext(mock.patch.object(tree_sizes, name, instead))
 
     def test_progress_and_figures_have_the_name_that_was_chosen(self) -> None:
         trace = read_trace(DEFAULT_TRACE, max_requests=1)
-        total = sum(CONFIG.tree_sizes)
+        totals = {"scale": sum(CONFIG.tree_sizes), "evict": 2 * sum(CONFIG.tree_sizes) + 1_000}
         for order in permutations({"evict": bench_evict, "scale": bench_scale}.items()):
             with mock.patch.object(tree_sizes, "_measured", {}):
                 for name, bench in order:  # the second finds the trees measured
                     steps: list[tuple[str, int, int]] = []
                     figures = bench(CONFIG, trace, lambda *step, into=steps: into.append(step))
                     self.assertEqual({step[0] for step in steps}, {name})
-                    self.assertEqual(steps[-1], (name, total, total))
+                    self.assertEqual(steps[-1], (name, totals[name], totals[name]))
+                    self.assertEqual([step[1] for step in steps], sorted({step[1] for step in steps}))
                     self.assertEqual({figure.bench for figure in figures}, {name})
 
 

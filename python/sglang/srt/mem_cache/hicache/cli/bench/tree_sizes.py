@@ -28,7 +28,7 @@ from sglang.srt.mem_cache.hicache.cli.bench.subjects import (
 from sglang.srt.mem_cache.hicache.cli.bench.timing import no_collection, seconds_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from sglang.srt.server_args import ServerArgs
 
@@ -41,6 +41,10 @@ PAGE_SIZE = 4
 SPARE_PAGES = 4_096
 OUR_SAMPLES, THEIR_SAMPLES = 100, 5
 SGLANG_UP_TO = {"SGLang HiRadixCache": 100_000, "SGLang UnifiedRadixCache": 10_000}
+_SGLANG: Mapping[str, Callable[[PoolSizes, ServerArgs], Subject]] = {
+    "SGLang HiRadixCache": hiradix,
+    "SGLang UnifiedRadixCache": unified,
+}
 FLAT, EVICT_MS, GROWTH = 2.0, 0.1, 0.2
 
 
@@ -52,13 +56,32 @@ class TreeTimes:
     micros: dict[str, float]
 
 
+@dataclass(slots=True, kw_only=True)
+class Growth:
+    """How many leaves all trees of `bench` have so far, of `total`."""
+
+    bench: str
+    total: int
+    on_step: OnStep
+    done: int = 0
+
+    def add(self, leaves: int = 1) -> None:
+        """So many more; says so now and then, and at the end."""
+        self.done += leaves
+        if self.done % 1_000 == 0 or self.done == self.total:
+            self.on_step(self.bench, self.done, self.total)
+
+
 _measured: dict[BenchConfig, list[TreeTimes]] = {}
 
 
 def bench_evict(config: BenchConfig, trace: Trace, on_step: OnStep) -> list[Figure]:
     """Eviction of one page from the device and from the host, beside SGLang's trees where those finish."""
-    ours = our_times("evict", config, on_step)
-    theirs = _their_times(config)
+    their_sizes = {name: [size for size in config.tree_sizes if size <= most] for name, most in SGLANG_UP_TO.items()}
+    total = sum(config.tree_sizes) + sum(sum(sizes) for sizes in their_sizes.values())
+    growth = Growth(bench="evict", total=total, on_step=on_step)
+    ours = our_times(config, growth)
+    theirs = {name: _their_times(name, sizes, growth) for name, sizes in their_sizes.items()}
     figures: list[Figure] = []
     for tier in ("device", "host"):
         for times in ours:
@@ -77,7 +100,7 @@ def bench_evict(config: BenchConfig, trace: Trace, on_step: OnStep) -> list[Figu
 
 def bench_scale(config: BenchConfig, trace: Trace, on_step: OnStep) -> list[Figure]:
     """How each operation of ours grows with the tree: the exponent of a power law fitted to the medians."""
-    ours = our_times("scale", config, on_step)
+    ours = our_times(config, Growth(bench="scale", total=sum(config.tree_sizes), on_step=on_step))
     figures: list[Figure] = []
     for operation in ours[0].micros:
         figures.extend(
@@ -101,16 +124,15 @@ def growth_exponent(sizes: list[int], times: list[float]) -> float:
     return float(np.polyfit(np.log(sizes), np.log(times), 1)[0])
 
 
-def our_times(bench: str, config: BenchConfig, on_step: OnStep) -> list[TreeTimes]:
-    """Grow our tree to each size and time its operations, with the progress of `bench`.
+def our_times(config: BenchConfig, growth: Growth) -> list[TreeTimes]:
+    """Grow our tree to each size and time its operations.
 
-    Done once for a configuration: a later benchmark gets the same times and has all its steps done.
+    Done once for a configuration: a later benchmark gets the same times, and its trees have grown at once.
     """
     if config not in _measured:
-        _measured[config] = _grow_ours(bench, config, on_step)
+        _measured[config] = _grow_ours(config, growth)
     else:
-        total = sum(config.tree_sizes)
-        on_step(bench, total, total)
+        growth.add(sum(config.tree_sizes))
     return _measured[config]
 
 
@@ -124,24 +146,24 @@ def _sizes(leaves: int) -> PoolSizes:
     return PoolSizes(page_size=PAGE_SIZE, device_tokens=(leaves + SPARE_PAGES) * PAGE_SIZE, host_ratio=1.25)
 
 
-def _grow_ours(bench: str, config: BenchConfig, on_step: OnStep) -> list[TreeTimes]:
-    total = sum(config.tree_sizes)
+def _grow_ours(config: BenchConfig, growth: Growth) -> list[TreeTimes]:
     subjects: list[OurSubject] = []
-    done = 0
     for leaves in config.tree_sizes:
         sizes = _sizes(leaves)
         with subjects_runtime(sizes), no_collection():
             subject = OurSubject("identity", 1, sizes)
-            for number in range(leaves):
-                subject.serve(leaf_tokens(number, PAGE_SIZE))
-                if number % 1_000 == 999:
-                    on_step(bench, done + number + 1, total)
-        done += leaves
+            _grow(subject, leaves, growth)
         subjects.append(subject)
     found = _time_ours(subjects, config.tree_sizes)
     for subject in subjects:
         subject.close()
     return found
+
+
+def _grow(subject: Subject | OurSubject, leaves: int, growth: Growth) -> None:
+    for number in range(leaves):
+        subject.serve(leaf_tokens(number, PAGE_SIZE))
+        growth.add()
 
 
 def _time_ours(subjects: list[OurSubject], sizes: tuple[int, ...]) -> list[TreeTimes]:
@@ -197,25 +219,17 @@ def _take_turns(
     return {key: median(values) for key, values in found.items()}
 
 
-def _their_times(config: BenchConfig) -> dict[str, dict[tuple[int, str], float]]:
-    """Milliseconds of one eviction, by (leaves, tier), for each of SGLang's trees."""
-    makers: dict[str, Callable[[PoolSizes, ServerArgs], Subject]] = {
-        "SGLang HiRadixCache": hiradix,
-        "SGLang UnifiedRadixCache": unified,
-    }
-    found: dict[str, dict[tuple[int, str], float]] = {name: {} for name in makers}
-    for name, make in makers.items():
-        for leaves in config.tree_sizes:
-            if leaves > SGLANG_UP_TO[name]:
-                continue
-            sizes = _sizes(leaves)
-            with subjects_runtime(sizes) as server_args, no_collection():
-                subject = make(sizes, server_args)
-                for number in range(leaves):
-                    subject.serve(leaf_tokens(number, PAGE_SIZE))
-                for operation, evict in _EVICTIONS.items():
-                    (seconds,) = _take_turns([(subject, leaves)], {operation: evict}, THEIR_SAMPLES).values()
-                    found[name][leaves, operation.removeprefix("evict ")] = 1e3 * seconds
-                    subject.cache.evict(EvictParams(num_tokens=2 * leaves * PAGE_SIZE))
-                subject.close()
+def _their_times(name: str, tree_sizes: Sequence[int], growth: Growth) -> dict[tuple[int, str], float]:
+    """Milliseconds of one eviction from one of SGLang's trees, by (leaves, tier)."""
+    found: dict[tuple[int, str], float] = {}
+    for leaves in tree_sizes:
+        sizes = _sizes(leaves)
+        with subjects_runtime(sizes) as server_args, no_collection():
+            subject = _SGLANG[name](sizes, server_args)
+            _grow(subject, leaves, growth)
+            for operation, evict in _EVICTIONS.items():
+                (seconds,) = _take_turns([(subject, leaves)], {operation: evict}, THEIR_SAMPLES).values()
+                found[leaves, operation.removeprefix("evict ")] = 1e3 * seconds
+                subject.cache.evict(EvictParams(num_tokens=2 * leaves * PAGE_SIZE))
+            subject.close()
     return found
