@@ -26,8 +26,9 @@ setup: ## make or update .venv with pinned versions (PYTHON=... chooses the inte
 replay: setup ## replay the shipped request trace with both layouts (REPLAY_ARGS=...)
 	@$(OFFLINE) $(BIN)/kvlayouts replay $(REPLAY_ARGS)
 
-bench: setup ## measure beside SGLang's own caches on this CPU (BENCH_ARGS=--quick for a minute)
-	@$(OFFLINE) OMP_NUM_THREADS=1 $(BIN)/kvlayouts bench $(BENCH_ARGS)
+bench: setup ## measure beside SGLang's own caches on this CPU; JSON in build/ (BENCH_ARGS=--quick for a minute)
+	@mkdir -p build
+	@$(OFFLINE) OMP_NUM_THREADS=1 $(BIN)/kvlayouts bench --json build/bench.json $(BENCH_ARGS)
 
 test: setup lint typecheck unit ## everything that has to pass: ruff, mypy --strict, pytest
 

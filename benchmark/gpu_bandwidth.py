@@ -17,6 +17,7 @@ import argparse
 import gc
 import math
 import statistics
+import sys
 import time
 import traceback
 from dataclasses import dataclass, field
@@ -52,7 +53,7 @@ from sglang.srt.mem_cache.layouts.pages import tokens_of_pages
 from sglang.srt.mem_cache.layouts.plans import CopyPlan
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from sglang.srt.mem_cache.memory_pool import KVCache
     from sglang.srt.mem_cache.pool_host import HostKVCache
@@ -201,6 +202,11 @@ def timed_on_busy_device(
             return float(completion.start_event.elapsed_time(completion.finish_event))
         busy_ms *= 2
     return math.nan
+
+
+def median_or_nan(values: Sequence[float]) -> float:
+    """The median, or NaN if one of them is."""
+    return math.nan if any(map(math.isnan, values)) else statistics.median(values)
 
 
 def check(version: Version, plan: CopyPlan, content: PageContent, device_pool: KVCache, host_pool: AnyHostPool) -> str:
@@ -381,6 +387,7 @@ def measure_order(
                 except Exception:
                     version.failed = True
                     print(f"FAILED {name} {version.name} {what}:\n{traceback.format_exc()}")
+                    results.data.setdefault("failed", []).append([name, version.name, version.mem_layout, run, what])
                     continue
                 if turn:
                     samples.setdefault((version.name, version.mem_layout, what), []).append(sample)
@@ -389,7 +396,7 @@ def measure_order(
     programs = {(version.name, version.mem_layout): version.programs for version in versions}
     rows: list[list[str]] = []
     for (version_name, mem_layout, what), values in samples.items():
-        busy, idle, wall, submit = (statistics.median(column) for column in zip(*values, strict=True))
+        busy, idle, wall, submit = (median_or_nan(column) for column in zip(*values, strict=True))
         shares = {
             way: moved / time_ms / 1e6 / ceiling[what] for way, time_ms in zip(WAYS, (busy, idle, wall), strict=True)
         }
@@ -423,8 +430,8 @@ def measure_order(
     print(table(title, columns, sorted(rows, key=lambda row: (row[2], row[1], row[0]))), flush=True)
 
 
-def main() -> None:
-    """Parse flags, measure pool by pool."""
+def main() -> int:
+    """Parse flags, measure pool by pool; returns how many versions were wrong or failed, at most 99."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--pools", default="mla_bf16,dsa_fp8,dsa_bf16")
@@ -445,11 +452,13 @@ def main() -> None:
                 measure_pool(name, [int(run) for run in arguments.runs.split(",")], arguments, link, results)
             except Exception:
                 print(f"FAILED {name}:\n{traceback.format_exc()}")
+                results.data.setdefault("failed", []).append([name])
             gc.collect()
             torch.cuda.empty_cache()
             print(f"{name}: {time.perf_counter() - started:.0f} s", flush=True)
     results.save()
+    return min(99, sum(len(results.data.get(what, [])) for what in ("wrong", "failed")))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

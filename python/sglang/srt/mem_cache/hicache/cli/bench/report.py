@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 from dataclasses import asdict
+from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -60,6 +61,7 @@ def to_json(config: BenchConfig, trace_name: str, figures: Sequence[Figure]) -> 
     """The run as plain JSON values. `not_run` are the benchmarks that an interrupt cut short or left out."""
     return {
         "config": {**asdict(config), "trace": trace_name},
+        "ended": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": {
             "processor": _processor(),
             "cores": os.cpu_count(),
