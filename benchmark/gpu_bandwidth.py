@@ -1,10 +1,10 @@
 """Backup and load bandwidth of SGLang's engine and of ours, beside the ceiling of the link, in one run.
 
 Every round measures the ceiling each way, then every version twice in each direction: on an idle device, and on one
-that is busy with other work until the copy has been submitted, as that of a server is. The table shows medians, in
-shares of the ceiling. "busy" and "idle" take the device's own time, between the events of the transfer's
-acknowledgement; an idle device waits for the calling thread now and then. "wall" is the time from the call to the end
-of the copy on an idle device, submission included; "submit" is what the calling thread spends.
+that is kept busy until the copy has been submitted. The table shows medians, in shares of the ceiling. "busy" and
+"idle" take the device's own time, between the events of the transfer's acknowledgement; an idle device waits for the
+calling thread now and then. "wall" is the time from the call to the end of the copy on an idle device, submission
+included; "submit" is what the calling thread spends.
 A load records an event after each layer, as a forward pass needs it.
 
     python3 benchmark/gpu_bandwidth.py [--rounds 7] [--pools mla_bf16,dsa_fp8,dsa_bf16] [--runs 1,4,16,64,0]
@@ -53,7 +53,7 @@ from sglang.srt.mem_cache.layouts.pages import tokens_of_pages
 from sglang.srt.mem_cache.layouts.plans import CopyPlan
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from sglang.srt.mem_cache.memory_pool import KVCache
     from sglang.srt.mem_cache.pool_host import HostKVCache
@@ -163,35 +163,36 @@ def sglang_version(host_pool: AnyHostPool, device_pool: KVCache, io_backend: str
 
 
 class Sample(NamedTuple):
-    """Milliseconds between the events, on a busy and on an idle device; from the call to the end; on this thread."""
+    """Milliseconds on an idle device: between the events, from the call to the end, and on this thread."""
 
-    busy_ms: float
     idle_ms: float
     wall_ms: float
     submit_ms: float
 
 
 def timed(operation: Callable[[CopyPlan], TransferCompletion], plan: CopyPlan) -> Sample:
-    """Two copies."""
+    """One copy."""
     torch.cuda.synchronize()
     started = time.perf_counter()
     completion = operation(plan)
     submitted = time.perf_counter()
     torch.cuda.synchronize()
     ended = time.perf_counter()
-    submit_ms = (submitted - started) * 1e3
     return Sample(
-        busy_ms=timed_on_busy_device(operation, plan, busy_ms=2 * submit_ms + 1),
         idle_ms=completion.start_event.elapsed_time(completion.finish_event),
         wall_ms=(ended - started) * 1e3,
-        submit_ms=submit_ms,
+        submit_ms=(submitted - started) * 1e3,
     )
 
 
 def timed_on_busy_device(
-    operation: Callable[[CopyPlan], TransferCompletion], plan: CopyPlan, *, busy_ms: float
+    operation: Callable[[CopyPlan], TransferCompletion], plan: CopyPlan, *, submit_ms: float
 ) -> float:
-    """Milliseconds of a copy that begins when all of it has been submitted; NaN if submission waits for the device."""
+    """Milliseconds of a copy that begins when all of it has been submitted, which takes about `submit_ms`.
+
+    NaN if submission waits for the device.
+    """
+    busy_ms = 2 * submit_ms + 1
     for _ in range(5):
         torch.cuda.synchronize()
         keep_busy(busy_ms)
@@ -202,11 +203,6 @@ def timed_on_busy_device(
             return float(completion.start_event.elapsed_time(completion.finish_event))
         busy_ms *= 2
     return math.nan
-
-
-def median_or_nan(values: Sequence[float]) -> float:
-    """The median, or NaN if one of them is."""
-    return math.nan if any(map(math.isnan, values)) else statistics.median(values)
 
 
 def check(version: Version, plan: CopyPlan, content: PageContent, device_pool: KVCache, host_pool: AnyHostPool) -> str:
@@ -372,6 +368,7 @@ def measure_order(
 ) -> None:
     """Rounds over all versions for one plan; prints and saves the table."""
     samples: dict[tuple[str, str, str], list[Sample]] = {}
+    busy_samples: dict[tuple[str, str, str], list[float]] = {}
     ceilings: dict[str, list[float]] = {"backup": [], "load": []}
     for turn in range(arguments.rounds + 1):
         if turn:
@@ -384,19 +381,24 @@ def measure_order(
                     continue
                 try:
                     sample = timed(operation, plan)
+                    busy_ms = timed_on_busy_device(operation, plan, submit_ms=sample.submit_ms)
                 except Exception:
                     version.failed = True
                     print(f"FAILED {name} {version.name} {what}:\n{traceback.format_exc()}")
                     results.data.setdefault("failed", []).append([name, version.name, version.mem_layout, run, what])
                     continue
                 if turn:
-                    samples.setdefault((version.name, version.mem_layout, what), []).append(sample)
+                    key = (version.name, version.mem_layout, what)
+                    samples.setdefault(key, []).append(sample)
+                    busy_samples.setdefault(key, []).append(busy_ms)
     ceiling = {way: statistics.median(values) for way, values in ceilings.items()}
     moved = plan.pages * page_bytes
     programs = {(version.name, version.mem_layout): version.programs for version in versions}
     rows: list[list[str]] = []
     for (version_name, mem_layout, what), values in samples.items():
-        busy, idle, wall, submit = (median_or_nan(column) for column in zip(*values, strict=True))
+        all_busy = busy_samples[version_name, mem_layout, what]
+        busy = math.nan if any(map(math.isnan, all_busy)) else statistics.median(all_busy)
+        idle, wall, submit = (statistics.median(column) for column in zip(*values, strict=True))
         shares = {
             way: moved / time_ms / 1e6 / ceiling[what] for way, time_ms in zip(WAYS, (busy, idle, wall), strict=True)
         }
@@ -414,6 +416,7 @@ def measure_order(
             "programs": programs[version_name, mem_layout],
             "mib": moved / 2**20,
             "samples": [value._asdict() for value in values],
+            "busy_ms": all_busy,
         }
         results.data.setdefault("measurements", []).append(record)
         rows.append(

@@ -34,6 +34,7 @@ from gpu_common import (
     PAGE_SIZE,
     PageContent,
     Results,
+    keep_busy,
     make_device_pool,
     poison,
     scatter,
@@ -65,9 +66,9 @@ if TYPE_CHECKING:
 
 LAYERS = 4
 DEVICE_PAGES = 96
-HOLD_CYCLES = 400_000_000
+HOLD_MS = 200
 SLOW = CopyTuning(long_copy_bytes=None, to_device=KernelShape(warps=4, chunk_bytes=1024))
-"""The kernel alone, at a tenth of its speed: whoever reads a layer too early finds some of its bytes missing."""
+"""The kernel alone, so slow that whoever reads a layer too early finds some of its bytes missing."""
 WORLD = 4
 STREAMS_SHARE_A_QUEUE = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
 """Then what computes the next chain waits for a held stream as well, and no backup is still held after it."""
@@ -318,10 +319,9 @@ def random_tokens(rng: np.random.Generator, pages: int) -> array[int]:
 
 
 def hold(stream: Any) -> None:  # noqa: ANN401  # torch leaves its streams untyped
-    """Keep a stream busy for about 0.2 s."""
-    sleep: Any = torch.cuda._sleep  # noqa: SLF001  # torch has no public one
+    """Keep a stream busy for a while."""
     with torch.cuda.stream(stream):
-        sleep(HOLD_CYCLES)
+        keep_busy(HOLD_MS)
 
 
 def rehearse(number: int) -> str:

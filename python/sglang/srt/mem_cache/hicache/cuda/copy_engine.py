@@ -81,16 +81,7 @@ class CopyEngines:
         if self.batched:
             self._batch = self._library.cudaMemcpyBatchAsync
             pointer, size = ctypes.c_void_p, ctypes.c_size_t
-            self._batch.argtypes = [
-                pointer,
-                pointer,
-                pointer,
-                size,
-                pointer,
-                pointer,
-                size,
-                *[pointer] * (len(last) - 2),
-            ]
+            self._batch.argtypes = [*[pointer] * 3, size, *[pointer] * 2, size, *[pointer] * (len(last) - 2)]
 
     def submit(self, copies: CopyTables, part: int, *, stream: torch.cuda.Stream) -> None:
         """Submit one part of `copies` on `stream`, in no given order; the arrays are read before the call returns.

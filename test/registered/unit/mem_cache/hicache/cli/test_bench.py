@@ -9,6 +9,7 @@ import sys
 import unittest
 from contextlib import nullcontext, redirect_stderr, redirect_stdout
 from dataclasses import replace
+from datetime import UTC, datetime
 from itertools import permutations
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -224,9 +225,11 @@ class TestTreeSizes(CustomTestCase):
             "OurSubject": mock.MagicMock(),
             "subjects_runtime": lambda _: nullcontext(),
             "_time_ours": lambda _, sizes: [TreeTimes(leaves=leaves, micros=micros) for leaves in sizes],
-            "_SGLANG": dict.fromkeys(tree_sizes.SGLANG_UP_TO, mock.MagicMock()),
+            "SGLANG": {
+                "SGLang HiRadixCache": (mock.MagicMock(), CONFIG.tree_sizes[-1]),
+                "SGLang UnifiedRadixCache": (mock.MagicMock(), 1_000),
+            },
             "_take_turns": lambda *_: {"evict": 1.0},
-            "SGLANG_UP_TO": {"SGLang HiRadixCache": CONFIG.tree_sizes[-1], "SGLang UnifiedRadixCache": 1_000},
         }
         for name, instead in replaced.items():
             self.enterContext(mock.patch.object(tree_sizes, name, instead))
@@ -276,6 +279,8 @@ class TestReport(CustomTestCase):
         text = json.dumps(to_json(CONFIG, "trace.jsonl", [self.FIGURE]))
         self.assertEqual(json.loads(text)["figures"][0]["ratio"], 0.25)
         self.assertEqual(json.loads(text)["config"]["trace"], "trace.jsonl")
+        ended = datetime.fromisoformat(json.loads(text)["ended"])
+        self.assertLess(abs((datetime.now(UTC) - ended).total_seconds()), 60)
         self.assertNotIn(str(DEFAULT_TRACE.parent), text)
 
 

@@ -40,11 +40,11 @@ if TYPE_CHECKING:
 PAGE_SIZE = 4
 SPARE_PAGES = 4_096
 OUR_SAMPLES, THEIR_SAMPLES = 100, 5
-SGLANG_UP_TO = {"SGLang HiRadixCache": 100_000, "SGLang UnifiedRadixCache": 10_000}
-_SGLANG: Mapping[str, Callable[[PoolSizes, ServerArgs], Subject]] = {
-    "SGLang HiRadixCache": hiradix,
-    "SGLang UnifiedRadixCache": unified,
+SGLANG: Mapping[str, tuple[Callable[[PoolSizes, ServerArgs], Subject], int]] = {
+    "SGLang HiRadixCache": (hiradix, 100_000),
+    "SGLang UnifiedRadixCache": (unified, 10_000),
 }
+"""How each of SGLang's trees is made, and the most leaves with which one eviction ends in a reasonable time."""
 FLAT, EVICT_MS, GROWTH = 2.0, 0.1, 0.2
 
 
@@ -77,7 +77,7 @@ _measured: dict[BenchConfig, list[TreeTimes]] = {}
 
 def bench_evict(config: BenchConfig, trace: Trace, on_step: OnStep) -> list[Figure]:
     """Eviction of one page from the device and from the host, beside SGLang's trees where those finish."""
-    their_sizes = {name: [size for size in config.tree_sizes if size <= most] for name, most in SGLANG_UP_TO.items()}
+    their_sizes = {name: [size for size in config.tree_sizes if size <= most] for name, (_, most) in SGLANG.items()}
     total = sum(config.tree_sizes) + sum(sum(sizes) for sizes in their_sizes.values())
     growth = Growth(bench="evict", total=total, on_step=on_step)
     ours = our_times(config, growth)
@@ -225,7 +225,8 @@ def _their_times(name: str, tree_sizes: Sequence[int], growth: Growth) -> dict[t
     for leaves in tree_sizes:
         sizes = _sizes(leaves)
         with subjects_runtime(sizes) as server_args, no_collection():
-            subject = _SGLANG[name](sizes, server_args)
+            make, _ = SGLANG[name]
+            subject = make(sizes, server_args)
             _grow(subject, leaves, growth)
             for operation, evict in _EVICTIONS.items():
                 (seconds,) = _take_turns([(subject, leaves)], {operation: evict}, THEIR_SAMPLES).values()
