@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.hicache.cli.bench.config import BenchConfig
     from sglang.srt.mem_cache.hicache.cli.bench.figures import OnStep
     from sglang.srt.mem_cache.hicache.cli.replay.trace import Trace
-    from sglang.srt.mem_cache.hicache.tree_node import LayoutTreeNode
+    from sglang.srt.mem_cache.hicache.tree.node import LayoutTreeNode
 
 PAGE_SIZE = 4
 SPARE_PAGES = 4_096

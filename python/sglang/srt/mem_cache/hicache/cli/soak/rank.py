@@ -19,7 +19,7 @@ from sglang.srt.mem_cache.hicache.cli.soak.deferred import DeferredTransfer
 from sglang.srt.mem_cache.hicache.cli.soak.pressure import Pressure
 from sglang.srt.mem_cache.hicache.cli.soak.prompts import Prompts
 from sglang.srt.mem_cache.hicache.cli.soak.requests import Requests
-from sglang.srt.mem_cache.hicache.invariants import violations
+from sglang.srt.mem_cache.hicache.tree.invariants import violations
 
 if TYPE_CHECKING:
     from collections.abc import Callable
