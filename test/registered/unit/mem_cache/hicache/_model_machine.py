@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams, MatchPrefixParams
 
+from sglang.srt.mem_cache.hicache.check.invariants import violations
 from sglang.srt.mem_cache.hicache.settings import WritePolicy
-from sglang.srt.mem_cache.hicache.tree.invariants import violations
 
 if TYPE_CHECKING:
     from array import array
@@ -348,7 +348,7 @@ class CacheMachine(RuleBasedStateMachine):
         paths = dict(self._paths(rank))
         for ack in rank.controller.ack_write_queue[len(self.model.writes.pending) :]:
             (backup_id,) = ack.node_ids
-            self.model.writes.pending.append(paths[rank.cache.in_flight.backups[backup_id].node])
+            self.model.writes.pending.append(paths[rank.cache.parts.in_flight.backups[backup_id].node])
 
     def _take(self, at: int) -> tuple[Request, Prefix]:
         request, prefix = self.requests.pop(at)

@@ -13,7 +13,7 @@ from _faults import begin, each_layout, fault_spec, node_of
 from _groups import Group
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams
 
-from sglang.srt.mem_cache.hicache.tree.invariants import violations
+from sglang.srt.mem_cache.hicache.check.invariants import violations
 from sglang.srt.mem_cache.layouts.errors import LayoutInvariantError
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class TestBackupsAndHostMemory(CacheTestCase):
     def test_room_that_was_made_and_is_not_there(self, layout: str) -> None:
         group = Group(fault_spec(layout, host=4))
         rank = group.ranks[0]
-        rank.cache._make_host_room = lambda demand_pages: True  # type: ignore[method-assign]  # noqa: SLF001  # the fault
+        rank.cache.parts.host_room.make = lambda demand_pages: True  # type: ignore[method-assign]  # the fault
         self._assert_loud(
             lambda: self._back_up(rank, pages=24), r"room was made for \(.*\) pages, yet \(.*\) are missing"
         )
@@ -71,7 +71,7 @@ class TestBackupsAndHostMemory(CacheTestCase):
         rank = group.ranks[0]
         node = node_of(rank, 1, 2)
         node.clear_metadata()
-        rank.cache.host_order.add(node)
+        rank.accounting.host_order.add(node)
         self._assert_loud(lambda: rank.cache.evict_host(1), rf"node {node.id} has no host copy to drop")
 
     def _back_up(self, rank: Rank, *, pages: int = 4) -> None:

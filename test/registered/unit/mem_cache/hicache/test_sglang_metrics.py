@@ -114,7 +114,7 @@ class TestSGLangsMetrics(CacheTestCase):
 
     def _observe(self, rank: Rank) -> Metrics:
         metrics = Metrics()
-        rank.cache.metrics_collector = metrics.collector
+        rank.cache.parts.report.collector = metrics.collector
         return metrics
 
 

@@ -9,10 +9,17 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any, Final
 
+from sglang.srt.observability.metrics_collector import (
+    STAT_LOGGER_ROLE_RADIX_CACHE,
+    RadixCacheMetricsCollector,
+    resolve_collector_class,
+)
 from sglang.srt.runtime_context import get_observability
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from sglang.srt.mem_cache.layouts.registry import AnyKVLayoutStrategy
 
     from ..radix_cache import HiRadixCache
     from .allocator import ServingSlotAllocator
@@ -38,16 +45,21 @@ COUNTERS: Final[Mapping[str, str]] = {
 }
 
 
+def traffic_collector() -> RadixCacheMetricsCollector:
+    """SGLang's collector for copies and evictions, or the user's. Made once in a process."""
+    found = resolve_collector_class(STAT_LOGGER_ROLE_RADIX_CACHE, RadixCacheMetricsCollector)
+    return found(labels={"cache_type": "HiRadixCache", **(get_observability().extra_metric_labels or {})})
+
+
 class LayoutMetrics:
     """Publishes a cache's state, at most once in `INTERVAL_SECONDS`. Needs prometheus_client."""
 
-    def __init__(self, cache: HiRadixCache[Any], allocator: ServingSlotAllocator) -> None:
+    def __init__(self, layout: AnyKVLayoutStrategy, allocator: ServingSlotAllocator) -> None:
         # SGLang sets PROMETHEUS_MULTIPROC_DIR before this runs; the import must come after it.
         from prometheus_client import Counter, Gauge
 
-        self._cache = cache
         self._allocator = allocator
-        labels = {"layout": cache.layout.name, "rank": str(cache.layout.lane)}
+        labels = {"layout": layout.name, "rank": str(layout.lane)}
         labels.update(get_observability().extra_metric_labels or {})
         names = list(labels)
         self._gauges = {
@@ -58,21 +70,21 @@ class LayoutMetrics:
         self._counted = dict.fromkeys(COUNTERS, 0)
         self._next = 0.0
 
-    def publish(self) -> None:
+    def publish(self, cache: HiRadixCache[Any]) -> None:
         """Publish if it is time."""
         now = time.monotonic()
         if now < self._next:
             return
         self._next = now + INTERVAL_SECONDS
-        for name, value in self.gauge_values().items():
+        for name, value in self.gauge_values(cache).items():
             self._gauges[name].set(value)
-        for name, value in self.counter_values().items():
+        for name, value in self.counter_values(cache).items():
             self._counters[name].inc(value - self._counted[name])
             self._counted[name] = value
 
-    def gauge_values(self) -> dict[str, int]:
+    def gauge_values(self, cache: HiRadixCache[Any]) -> dict[str, int]:
         """Values of `GAUGES` now."""
-        layout, ledger = self._cache.layout, self._cache.cache_controller.ledger
+        layout, ledger = cache.layout, cache.cache_controller.ledger
         used, room = ledger.used_pages, self._allocator.room_pages()
         own = used[layout.lane] * layout.page_size
         return {
@@ -81,19 +93,19 @@ class LayoutMetrics:
             "device_page_imbalance": int(room.max() - room.min()),
             "host_used_tokens": sum(used) * layout.page_size,
             "host_capacity_tokens": ledger.capacity_pages * layout.page_size * layout.lane_count,
-            "host_used_bytes": own * self._cache.cache_controller.transfer.bytes_per_token,
+            "host_used_bytes": own * cache.cache_controller.transfer.bytes_per_token,
             "host_page_imbalance": max(used) - min(used),
         }
 
-    def counter_values(self) -> dict[str, int]:
+    def counter_values(self, cache: HiRadixCache[Any]) -> dict[str, int]:
         """Values of `COUNTERS` since the start."""
-        stats = self._cache.stats
+        stats = cache.stats
         return {
             "zero_owned_backups": stats.zero_owned_backups,
             "refused_backups": stats.refused_backups,
             "refused_loads": stats.refused_loads,
             "off_lane_pages": self._allocator.off_lane_pages,
-            "page_reads": 0 if self._cache.request_pages is None else self._cache.request_pages.reads,
+            "page_reads": 0 if cache.request_pages is None else cache.request_pages.reads,
         }
 
 

@@ -17,7 +17,7 @@ from sglang.srt.mem_cache.hicache.agreement import RankAgreement
 from sglang.srt.mem_cache.hicache.cli.bench.figures import Figure, compared
 from sglang.srt.mem_cache.hicache.cli.bench.subjects import OurSubject, PoolSizes, leaf_tokens, subjects_runtime
 from sglang.srt.mem_cache.hicache.cli.bench.timing import alternating, thread_seconds, wall_seconds
-from sglang.srt.mem_cache.hicache.tree.eviction import EvictionOrder
+from sglang.srt.mem_cache.hicache.tree.eviction_order import EvictionOrder
 from sglang.srt.mem_cache.layouts.errors import LayoutInvariantError
 
 if TYPE_CHECKING:

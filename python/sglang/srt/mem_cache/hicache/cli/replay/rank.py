@@ -18,6 +18,7 @@ import torch.distributed as dist
 from sglang.srt.mem_cache.base_prefix_cache import InitLoadBackParams, InsertParams, MatchPrefixParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
+from sglang.srt.mem_cache.hicache.check.digest import tree_digest
 from sglang.srt.mem_cache.hicache.cli.ranks.cache import LAYERS, build_rank_cache
 from sglang.srt.mem_cache.hicache.cli.replay.content import KVContent, Words, prefix_sums
 from sglang.srt.mem_cache.hicache.cli.replay.messages import RankReport
@@ -27,7 +28,6 @@ from sglang.srt.mem_cache.hicache.device.pools import DsaGeometry, Geometry, Mha
 from sglang.srt.mem_cache.hicache.device.pools import bytes_of as device_bytes_of
 from sglang.srt.mem_cache.hicache.host.pools import host_bytes_of
 from sglang.srt.mem_cache.hicache.settings import HiCacheSettings
-from sglang.srt.mem_cache.hicache.tree.digest import tree_digest
 from sglang.srt.mem_cache.layouts import LayoutConfig, PoolKind
 from sglang.srt.mem_cache.layouts.errors import LayoutInvariantError
 from sglang.srt.mem_cache.layouts.pages import PageArray, pages_of_tokens

@@ -10,6 +10,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from sglang.srt.mem_cache.hicache.check.digest import tree_digest
 from sglang.srt.mem_cache.hicache.cli.ranks.cache import build_rank_cache
 from sglang.srt.mem_cache.hicache.cli.ranks.messages import Finished, Progress
 from sglang.srt.mem_cache.hicache.cli.ranks.setup import joined_group
@@ -18,7 +19,6 @@ from sglang.srt.mem_cache.hicache.cli.soak.config import SoakReport, repeat_comm
 from sglang.srt.mem_cache.hicache.cli.soak.rank import SoakRank, drain
 from sglang.srt.mem_cache.hicache.device.pools import DsaGeometry, Geometry, MhaGeometry, MlaGeometry
 from sglang.srt.mem_cache.hicache.settings import HiCacheSettings
-from sglang.srt.mem_cache.hicache.tree.digest import tree_digest
 from sglang.srt.mem_cache.layouts import LayoutConfig, PoolKind, create_layout
 
 if TYPE_CHECKING:
