@@ -17,7 +17,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from sglang.srt.mem_cache.layouts.errors import LayoutConfigError
 
-from . import index_writes, server_args, serving
+from . import index_writes, metrics, server_args, serving
 from .cpu.platform import PLATFORM_CLASS, use_absorbed_mla
 from .cpu.support import install_cpu_support
 from .refusals import RADIX_BACKEND
@@ -29,6 +29,7 @@ _CONFIGURATOR: Final = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfig
 _ALLOCATION: Final = "sglang.srt.mem_cache.allocation"
 _SERVER_ARGS: Final = "sglang.srt.server_args.ServerArgs"
 _INDEXER: Final = "sglang.srt.layers.attention.dsa.dsa_indexer.Indexer"
+_METRICS: Final = "sglang.srt.managers.scheduler_components.metrics_reporter.SchedulerMetricsReporter"
 _ENGINE_MODULE: Final = "sglang.srt.entrypoints.engine"
 
 
@@ -60,6 +61,7 @@ HOOKS: Final = (
         function=index_writes.prepare_and_store_keys,
         kind=HookType.AROUND,
     ),
+    Hook(target=f"{_METRICS}._log_hicache_stats", function=metrics.report_host_tokens, kind=HookType.AFTER),
     Hook(
         target="sglang.srt.model_executor.model_runner.ModelRunner.forward",
         function=serving.begin_forward,

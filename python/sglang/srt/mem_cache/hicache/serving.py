@@ -29,7 +29,7 @@ from sglang.srt.mem_cache.layouts.errors import LayoutConfigError, LayoutInvaria
 from .choice import choice_of
 from .device_pools import bytes_of
 from .host_pools import host_bytes_of
-from .metrics import LayoutMetrics
+from .metrics import LayoutMetrics, ReportingRank, traffic_collector
 from .page_reader import SharedPages, group_sum
 from .radix_cache import HiRadixCache
 from .request_pages import RequestPages
@@ -124,7 +124,9 @@ def build_cache(context: TreeCacheBuildContext) -> HiRadixCache[Any]:
     allocator.evict_with(cache.make_device_room)
     mirror_requests(cache, allocator)
     if context.params.enable_metrics:
-        cache.reporter = LayoutMetrics(cache, allocator).publish
+        rank = ReportingRank.at(context.tp_worker.ps)
+        cache.metrics_collector = traffic_collector(type(cache).__name__, rank)
+        cache.reporter = LayoutMetrics(cache, allocator, rank).publish
     context.tp_worker.register_hicache_layer_transfer_counter(cache.cache_controller.layer_done_counter)
     _log_start(cache, allocator, group, context.tp_size)
     return cache
