@@ -161,7 +161,7 @@ class TestServer(CustomTestCase):
         self.server.generate(prompts()["short"][0])
         scrape = self.server.scrape()
         for name in ("max_total_num_tokens", "kv_layout_device_capacity_tokens"):
-            self.assertEqual([value for _, value in scrape.series[f"sglang:{name}"]], [LOGICAL_TOKENS], name)
+            self.assertEqual({value for _, value in scrape.series[f"sglang:{name}"]}, {LOGICAL_TOKENS}, name)
         for name in (*GAUGES, *COUNTERS):
             series = scrape.by_rank(PREFIX + name) or scrape.by_rank(f"{PREFIX}{name}_total")
             self.assertEqual(sorted(series), ["0", "1"] if name in PER_RANK else ["0"], name)
