@@ -44,8 +44,8 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InitLoadBackPara
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
+from kvlayouts.replay.content import prefix_sums
 from sglang.srt.mem_cache.hicache.allocator import CPSharedPagedTokenToKVPoolAllocator
-from sglang.srt.mem_cache.hicache.cli.replay.content import prefix_sums
 from sglang.srt.mem_cache.hicache.cuda import driver
 from sglang.srt.mem_cache.hicache.cuda.page_copier import CopyTuning, page_copier
 from sglang.srt.mem_cache.hicache.cuda.page_kernel import KernelShape

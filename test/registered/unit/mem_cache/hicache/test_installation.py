@@ -8,8 +8,8 @@ from sglang.srt.plugins import load_plugins
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.test_utils import CustomTestCase
 
+from kvlayouts import main as command
 from sglang.srt.mem_cache.hicache import installation, plugin, server_args
-from sglang.srt.mem_cache.hicache.cli import main as command
 from sglang.srt.mem_cache.hicache.installation import check_installation
 
 register_cpu_ci(est_time=60, suite="base-a-test-cpu")

@@ -22,9 +22,9 @@ from sglang.srt.arg_groups.model_override_base import resolving_view
 from sglang.srt.plugins import load_plugins
 from sglang.test.ci.ci_register import register_cpu_ci
 
+from kvlayouts.main import main
 from sglang.srt.mem_cache.hicache import installation, server_args
 from sglang.srt.mem_cache.hicache.choice import choice_of
-from sglang.srt.mem_cache.hicache.cli.main import main
 from sglang.srt.mem_cache.hicache.refusals import ModelFacts, ServerFacts
 from sglang.srt.mem_cache.layouts import LayoutConfigError
 from sglang.srt.mem_cache.layouts.registry import known_layouts
