@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from sglang.srt.mem_cache.hicache.device_pools import (
+from sglang.srt.mem_cache.hicache.device.pools import (
     DsaGeometry,
     Geometry,
     MhaGeometry,

@@ -207,7 +207,7 @@ def replay(
 @cli.command()
 def check() -> int:
     """Check that this installation and SGLang fit together; exit status 1 if something does not."""
-    from sglang.srt.mem_cache.hicache.installation import check_installation
+    from sglang.srt.mem_cache.hicache.check.installation import check_installation
 
     passed = True
     for line in check_installation():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvlayouts.replay.config import ReplayInputError
-from sglang.srt.mem_cache.hicache.choice import CONFIG_FLAG, STRATEGY_FLAG, choose
+from sglang.srt.mem_cache.hicache.server.choice import CONFIG_FLAG, STRATEGY_FLAG, choose
 from sglang.srt.mem_cache.layouts.config import LayoutConfig
 from sglang.srt.mem_cache.layouts.registry import create_layout, known_layouts
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from kvlayouts.plan.nodes import PageNode, PageTree
 from kvlayouts.replay.config import ReplayError
-from sglang.srt.mem_cache.hicache.host_ledger import HostLedger
+from sglang.srt.mem_cache.hicache.host.ledger import HostLedger
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 
-from sglang.srt.mem_cache.hicache.allocator import CPSharedPagedTokenToKVPoolAllocator
-from sglang.srt.mem_cache.hicache.device_pools import build_device_pool
+from sglang.srt.mem_cache.hicache.device.pools import build_device_pool
 from sglang.srt.mem_cache.hicache.radix_cache import HiRadixCache
 from sglang.srt.mem_cache.hicache.settings import ShardGroup
+from sglang.srt.mem_cache.hicache.slots.allocator import CPSharedPagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.layouts import GroupKind, create_layout
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.memory_pool import KVCache
 
-    from sglang.srt.mem_cache.hicache.device_pools import Geometry
+    from sglang.srt.mem_cache.hicache.device.pools import Geometry
     from sglang.srt.mem_cache.hicache.settings import HiCacheSettings
     from sglang.srt.mem_cache.layouts import AnyKVLayoutStrategy, LayoutConfig
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 import torch
 
-from sglang.srt.mem_cache.hicache.device_pools import index_buffers, kv_buffers
+from sglang.srt.mem_cache.hicache.device.pools import index_buffers, kv_buffers
 from sglang.srt.mem_cache.layouts.errors import LayoutConfigError
 
 if TYPE_CHECKING:

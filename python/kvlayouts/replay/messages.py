@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from kvlayouts.replay.results import HitPoint
-    from sglang.srt.mem_cache.hicache.stats import CacheStats
+    from sglang.srt.mem_cache.hicache.tree.stats import CacheStats
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

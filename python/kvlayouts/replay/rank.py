@@ -23,11 +23,11 @@ from kvlayouts.replay.content import KVContent, Words, prefix_sums
 from kvlayouts.replay.messages import RankReport
 from kvlayouts.replay.results import HitPoint, HitSeriesRecorder
 from kvlayouts.replay.trace import token_ids
-from sglang.srt.mem_cache.hicache.device_pools import DsaGeometry, Geometry, MhaGeometry, MlaGeometry
-from sglang.srt.mem_cache.hicache.device_pools import bytes_of as device_bytes_of
-from sglang.srt.mem_cache.hicache.digest import tree_digest
-from sglang.srt.mem_cache.hicache.host_pools import host_bytes_of
+from sglang.srt.mem_cache.hicache.device.pools import DsaGeometry, Geometry, MhaGeometry, MlaGeometry
+from sglang.srt.mem_cache.hicache.device.pools import bytes_of as device_bytes_of
+from sglang.srt.mem_cache.hicache.host.pools import host_bytes_of
 from sglang.srt.mem_cache.hicache.settings import HiCacheSettings
+from sglang.srt.mem_cache.hicache.tree.digest import tree_digest
 from sglang.srt.mem_cache.layouts import LayoutConfig, PoolKind
 from sglang.srt.mem_cache.layouts.errors import LayoutInvariantError
 from sglang.srt.mem_cache.layouts.pages import PageArray, pages_of_tokens

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from sglang.srt.managers.cache_controller import LayerLoadingEvent
 
-    from sglang.srt.mem_cache.hicache.transfer import Transfer
+    from sglang.srt.mem_cache.hicache.copies.transfer import Transfer
     from sglang.srt.mem_cache.layouts.plans import CopyPlan
 
 

@@ -19,7 +19,7 @@ from kvlayouts.soak.deferred import DeferredTransfer
 from kvlayouts.soak.pressure import Pressure
 from kvlayouts.soak.prompts import Prompts
 from kvlayouts.soak.requests import Requests
-from sglang.srt.mem_cache.hicache.invariants import violations
+from sglang.srt.mem_cache.hicache.tree.invariants import violations
 
 if TYPE_CHECKING:
     from collections.abc import Callable

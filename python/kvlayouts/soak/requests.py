@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from kvlayouts.soak.deferred import DeferredTransfer
     from sglang.srt.mem_cache.hicache.radix_cache import HiRadixCache
-    from sglang.srt.mem_cache.hicache.tree_node import LayoutTreeNode
+    from sglang.srt.mem_cache.hicache.tree.node import LayoutTreeNode
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

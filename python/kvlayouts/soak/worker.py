@@ -16,9 +16,9 @@ from kvlayouts.ranks.setup import joined_group
 from kvlayouts.replay.content import KVContent
 from kvlayouts.soak.config import SoakReport, repeat_command
 from kvlayouts.soak.rank import SoakRank, drain
-from sglang.srt.mem_cache.hicache.device_pools import DsaGeometry, Geometry, MhaGeometry, MlaGeometry
-from sglang.srt.mem_cache.hicache.digest import tree_digest
+from sglang.srt.mem_cache.hicache.device.pools import DsaGeometry, Geometry, MhaGeometry, MlaGeometry
 from sglang.srt.mem_cache.hicache.settings import HiCacheSettings
+from sglang.srt.mem_cache.hicache.tree.digest import tree_digest
 from sglang.srt.mem_cache.layouts import LayoutConfig, PoolKind, create_layout
 
 if TYPE_CHECKING:

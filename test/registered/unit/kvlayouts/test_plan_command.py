@@ -13,13 +13,13 @@ from kvlayouts.main import main
 from kvlayouts.plan.model import read_model
 from kvlayouts.plan.results import LayoutPlan, SweepPoint
 from kvlayouts.plan.simulation import SimulatedHits
-from sglang.srt.mem_cache.hicache.device_pools import DsaGeometry, MhaGeometry, MlaGeometry, build_device_pool, bytes_of
+from sglang.srt.mem_cache.hicache.device.pools import DsaGeometry, MhaGeometry, MlaGeometry, build_device_pool, bytes_of
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from kvlayouts.plan.options import KVCacheDtype
-    from sglang.srt.mem_cache.hicache.device_pools import Geometry
+    from sglang.srt.mem_cache.hicache.device.pools import Geometry
 
 register_cpu_ci(est_time=30, suite="base-a-test-cpu")
 

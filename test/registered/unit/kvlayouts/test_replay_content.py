@@ -13,7 +13,7 @@ from sglang.test.test_utils import CustomTestCase
 
 from kvlayouts.replay import content
 from kvlayouts.replay.content import KVContent, prefix_sums
-from sglang.srt.mem_cache.hicache.device_pools import (
+from sglang.srt.mem_cache.hicache.device.pools import (
     DsaGeometry,
     Geometry,
     MhaGeometry,

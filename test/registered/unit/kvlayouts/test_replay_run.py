@@ -289,7 +289,7 @@ for name, path in (("sglang", {str(root.parent)!r}), ("sglang.srt", {str(root)!r
 import kvlayouts.replay.driver
 from kvlayouts.ranks.messages import Finished
 from kvlayouts.replay.messages import RankReport
-from sglang.srt.mem_cache.hicache.stats import CacheStats
+from sglang.srt.mem_cache.hicache.tree.stats import CacheStats
 pickle.loads(pickle.dumps([Finished, RankReport, CacheStats()]))
 loaded = {{"torch", "matplotlib", "transformers"}} & set(sys.modules)
 assert not loaded, loaded

@@ -20,7 +20,7 @@ register_cpu_ci(est_time=60, suite="base-a-test-cpu")
 
 ROOT = Path(__file__).resolve().parents[5]
 BUILT_FROM = ("LICENSE", "MANIFEST.in", "README.md", "pyproject.toml", "setup.py", "python", "typings")
-STUBS = "sglang/srt/mem_cache/hicache/typings/"
+STUBS = "sglang/srt/mem_cache/hicache/check/typings/"
 
 
 class TestWheel(CustomTestCase):
@@ -73,7 +73,7 @@ class TestWheel(CustomTestCase):
     def _check(self) -> str:
         """What the unpacked wheel says about signatures."""
         program = (
-            "from sglang.srt.mem_cache.hicache import installation as found;"
+            "from sglang.srt.mem_cache.hicache.check import installation as found;"
             "print(found.__file__); print(dict(found._CHECKS)['signatures']())"
         )
         done = subprocess.run(

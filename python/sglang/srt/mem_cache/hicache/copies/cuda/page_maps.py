@@ -21,7 +21,7 @@ import numpy as np
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 from sglang.srt.mem_cache.pool_host.dsa import DSAIndexerPoolHost
 
-from sglang.srt.mem_cache.hicache.device_pools import index_buffers
+from sglang.srt.mem_cache.hicache.device.pools import index_buffers
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -15,7 +15,7 @@ from sglang.srt.mem_cache.layouts.protocol import MetadataT
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from .tree_node import LayoutTreeNode
+    from .node import LayoutTreeNode
 
 
 @dataclass(slots=True, kw_only=True)

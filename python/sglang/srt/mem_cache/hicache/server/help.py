@@ -57,7 +57,7 @@ class _HookingLoader(importlib.abc.Loader):
 def _hook_parser() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from .server_args import add_options
+    from .args import add_options
 
     # The plugin's own hook of the same name, should it be loaded after all, finds this one applied and stays away.
     HookRegistry.register(f"{_SERVER_ARGS_MODULE}.ServerArgs.add_cli_args", add_options, HookType.AFTER)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from sglang.srt.mem_cache.layouts.pages import PageArray
 
-    from .tree_node import LayoutTreeNode
+    from .node import LayoutTreeNode
 
 
 class TreeAccounting(RadixCache, Generic[MetadataT]):

@@ -112,7 +112,7 @@ def server_facts(server_args: ServerArgs) -> ServerFacts:
     from sglang.srt.configs.model_config import AttentionArch, get_dsa_index_kpool, is_deepseek_dsa
     from sglang.srt.utils import is_cuda
 
-    from .cpu.support import accelerator_present
+    from ..cpu.support import accelerator_present
 
     args = resolving_view(server_args)
     model = model_config_of(server_args)

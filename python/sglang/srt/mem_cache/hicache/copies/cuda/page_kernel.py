@@ -23,10 +23,10 @@ import torch
 import triton  # type: ignore[import-untyped]  # Triton ships no types
 import triton.language as tl  # type: ignore[import-untyped]  # ditto
 
-from sglang.srt.mem_cache.hicache.cuda.driver import Launch, parameter_sizes
+from sglang.srt.mem_cache.hicache.copies.cuda.driver import Launch, parameter_sizes
 
 if TYPE_CHECKING:
-    from sglang.srt.mem_cache.hicache.cuda.driver import Parameter
+    from sglang.srt.mem_cache.hicache.copies.cuda.driver import Parameter
 
 _POINTER_BYTES: Final = 8
 _WARP_THREADS: Final = 32

@@ -22,7 +22,7 @@ from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 
 from sglang.srt.mem_cache.layouts import LayoutConfigError, PoolKind
 
-from .pool_kinds import pool_kind
+from ..device.kinds import pool_kind
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -21,8 +21,8 @@ from sglang.srt.mem_cache.layouts.errors import LayoutInvariantError
 from sglang.srt.mem_cache.layouts.pages import NO_PAGES
 from sglang.srt.mem_cache.layouts.protocol import MetadataT
 
-from .controller import HiCacheController, HostShortfall
-from .page_runs import pages_by_lane
+from ..controller import HiCacheController, HostShortfall
+from ..slots.page_runs import pages_by_lane
 from .radix_tree import LayoutRadixTree
 
 if TYPE_CHECKING:
@@ -32,12 +32,12 @@ if TYPE_CHECKING:
 
     from sglang.srt.mem_cache.layouts.pages import LaneArray, PageArray
 
-    from .agreement import Agreement
-    from .allocator import SlotAllocator
+    from ..agreement import Agreement
+    from ..settings import HiCacheSettings
+    from ..slots.allocator import SlotAllocator
     from .in_flight import InFlight
-    from .settings import HiCacheSettings
+    from .node import LayoutTreeNode
     from .stats import CacheStats
-    from .tree_node import LayoutTreeNode
 
 
 class TieredRadixTree(LayoutRadixTree[MetadataT], Generic[MetadataT]):

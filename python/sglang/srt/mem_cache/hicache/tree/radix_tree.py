@@ -21,8 +21,8 @@ from sglang.srt.mem_cache.layouts.errors import LayoutInvariantError
 from sglang.srt.mem_cache.layouts.pages import PageArray, pages_of_tokens, tokens_of_pages
 from sglang.srt.mem_cache.layouts.protocol import MetadataT
 
-from .tree_accounting import TreeAccounting, parent_of
-from .tree_node import LayoutTreeNode
+from .accounting import TreeAccounting, parent_of
+from .node import LayoutTreeNode
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 # In a wheel, beside this module (setup.py puts them there); in a checkout, at its top.
-_STUB_FOLDERS = (Path(__file__).parent / "typings", Path(__file__).parents[5] / "typings")
+_STUB_FOLDERS = (Path(__file__).parent / "typings", Path(__file__).parents[6] / "typings")
 _SHOWN_MISMATCHES = 5
 
 
@@ -46,7 +46,7 @@ def check_installation() -> Iterator[CheckLine]:
 
 
 def _release() -> CheckLine:
-    from .server_args import SUPPORTED_RELEASES
+    from ..server.args import SUPPORTED_RELEASES
 
     accepted = ", ".join(SUPPORTED_RELEASES)
     try:
@@ -77,7 +77,7 @@ def _signatures() -> CheckLine:
 def _hooks() -> CheckLine:
     from sglang.srt.plugins import load_plugins
 
-    from .plugin import HOOKS, refuse_missing_hooks
+    from ..server.plugin import HOOKS, refuse_missing_hooks
 
     load_plugins()
     try:
@@ -91,7 +91,7 @@ def _hooks() -> CheckLine:
 def _platform() -> CheckLine:
     from sglang.srt.platforms import current_platform
 
-    from .cpu.platform import HostCpuPlatform, activate
+    from ..cpu.platform import HostCpuPlatform, activate
 
     ours = isinstance(current_platform, HostCpuPlatform)
     name = f"{type(current_platform).__module__}.{type(current_platform).__qualname__}"
@@ -102,16 +102,16 @@ def _platform() -> CheckLine:
 
 
 def _pools() -> CheckLine:
-    from .cpu.pools import CpuDSATokenToKVPool, CpuMLATokenToKVPool
-    from .pool_kinds import kind_of_pool_class
-    from .shared_pools import LayoutDSATokenToKVPool, LayoutMLATokenToKVPool
+    from ..cpu.pools import CpuDSATokenToKVPool, CpuMLATokenToKVPool
+    from ..device.kinds import kind_of_pool_class
+    from ..device.shared_pools import LayoutDSATokenToKVPool, LayoutMLATokenToKVPool
 
     classes = (LayoutMLATokenToKVPool, LayoutDSATokenToKVPool, CpuMLATokenToKVPool, CpuDSATokenToKVPool)
     return _ok("pool classes", ", ".join(f"{cls.__name__} ({kind_of_pool_class(cls).value})" for cls in classes))
 
 
 def _layouts() -> CheckLine:
-    from .choice import LayoutChoice
+    from ..server.choice import LayoutChoice
 
     for name in known_layouts():
         try:

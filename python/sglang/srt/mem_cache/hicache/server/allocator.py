@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .allocator import CPSharedPagedTokenToKVPoolAllocator
+from ..slots.allocator import CPSharedPagedTokenToKVPoolAllocator
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from sglang.srt.mem_cache.layouts.pages import LaneArray, PageArray
 
-    from .request_pages import RequestPages
+    from ..tree.request_pages import RequestPages
 
 
 class ServingSlotAllocator(CPSharedPagedTokenToKVPoolAllocator):

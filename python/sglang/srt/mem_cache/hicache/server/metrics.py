@@ -14,8 +14,8 @@ from sglang.srt.runtime_context import get_observability
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from .radix_cache import HiRadixCache
-    from .serving_allocator import ServingSlotAllocator
+    from ..radix_cache import HiRadixCache
+    from .allocator import ServingSlotAllocator
 
 PREFIX: Final = "sglang:kv_layout_"
 INTERVAL_SECONDS: Final = 1.0

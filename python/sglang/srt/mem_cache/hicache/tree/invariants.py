@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
     from sglang.srt.mem_cache.layouts.pages import PageArray
 
-    from .radix_cache import HiRadixCache
-    from .tree_node import LayoutTreeNode
+    from ..radix_cache import HiRadixCache
+    from .node import LayoutTreeNode
 
 
 def violations(cache: HiRadixCache[Any], *, held_slot_pages: int = 0) -> list[str]:

@@ -6,7 +6,7 @@ import hashlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .radix_cache import HiRadixCache
+    from ..radix_cache import HiRadixCache
 
 
 def tree_digest(cache: HiRadixCache[Any]) -> int:

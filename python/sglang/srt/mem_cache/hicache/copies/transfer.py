@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from sglang.srt.mem_cache.layouts.plans import CopyPlan
 
-    from .host_pools import AnyHostPool
+    from ..host.pools import AnyHostPool
 
 DIRECT_LAYOUTS = ("layer_first", "page_first_direct")
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .tree_node import LayoutTreeNode
+from .node import LayoutTreeNode
 
 if TYPE_CHECKING:
     import torch

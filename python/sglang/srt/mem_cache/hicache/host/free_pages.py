@@ -15,12 +15,12 @@ from sglang.srt.mem_cache.pool_host import HostPoolGroup
 from sglang.srt.mem_cache.layouts.errors import LayoutInvariantError
 from sglang.srt.mem_cache.layouts.pages import NO_PAGES, PageArray, pages_of_tokens, tokens_of_pages
 
-from .page_runs import PageRuns, pages_of_runs, runs_of_pages
+from ..slots.page_runs import PageRuns, pages_of_runs, runs_of_pages
 
 if TYPE_CHECKING:
     import torch
 
-    from .host_pools import AnyHostPool
+    from .pools import AnyHostPool
 
 
 class HostPages:

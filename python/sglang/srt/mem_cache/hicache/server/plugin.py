@@ -17,9 +17,11 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from sglang.srt.mem_cache.layouts.errors import LayoutConfigError
 
-from . import index_writes, server_args, serving
-from .cpu.platform import PLATFORM_CLASS, use_absorbed_mla
-from .cpu.support import install_cpu_support
+from ..cpu.platform import PLATFORM_CLASS, use_absorbed_mla
+from ..cpu.support import install_cpu_support
+from ..device import index_writes
+from . import args as server_args
+from . import serving
 from .refusals import RADIX_BACKEND
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from sglang.srt.mem_cache.layouts.pages import (
     whole_pages,
 )
 
-from .slot_pages import slot_pages
+from .free_pages import slot_pages
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 
 from sglang.srt.mem_cache.layouts.errors import LayoutConfigError
 
-from .signature_parameters import call_differences, declared_parameters, field_parameters
+from .parameters import call_differences, declared_parameters, field_parameters
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -26,16 +26,16 @@ from sglang.srt.mem_cache import kv_cache_configurator
 from sglang.srt.mem_cache.layouts.config import GroupKind
 from sglang.srt.mem_cache.layouts.errors import LayoutConfigError, LayoutInvariantError
 
+from ..device.page_reader import SharedPages, group_sum
+from ..device.pools import bytes_of
+from ..device.shared_pools import LayoutDSATokenToKVPool, LayoutMLATokenToKVPool
+from ..host.pools import host_bytes_of
+from ..radix_cache import HiRadixCache
+from ..settings import HiCacheSettings, ShardGroup
+from ..tree.request_pages import RequestPages
+from .allocator import ServingSlotAllocator
 from .choice import choice_of
-from .device_pools import bytes_of
-from .host_pools import host_bytes_of
 from .metrics import LayoutMetrics
-from .page_reader import SharedPages, group_sum
-from .radix_cache import HiRadixCache
-from .request_pages import RequestPages
-from .serving_allocator import ServingSlotAllocator
-from .settings import HiCacheSettings, ShardGroup
-from .shared_pools import LayoutDSATokenToKVPool, LayoutMLATokenToKVPool
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
