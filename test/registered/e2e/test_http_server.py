@@ -23,9 +23,9 @@ from _scrape import Scrape, legends
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.test_utils import CustomTestCase
 
-from sglang.srt.mem_cache.hicache.metrics import COUNTERS, GAUGES, INTERVAL_SECONDS, PER_RANK, PREFIX
+from sglang.srt.mem_cache.hicache.server.metrics import COUNTERS, GAUGES, INTERVAL_SECONDS, PER_RANK, PREFIX
 
-register_cpu_ci(est_time=120, suite="base-a-test-cpu")
+register_cpu_ci(est_time=240, suite="base-a-test-cpu")
 
 START_SECONDS = 280
 PROMPT_TOKENS = 200

@@ -7,6 +7,7 @@ rank of a `Group` is such a process: it has its own metric objects, registry and
 from __future__ import annotations
 
 import os
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -18,10 +19,11 @@ from prometheus_client import CollectorRegistry, generate_latest, values
 from prometheus_client.multiprocess import MultiProcessCollector
 from sglang.srt.distributed.parallel_state_wrapper import ParallelState
 
-from sglang.srt.mem_cache.hicache.metrics import LayoutMetrics, ReportingRank, traffic_collector
-from sglang.srt.mem_cache.hicache.serving_allocator import ServingSlotAllocator
+from sglang.srt.mem_cache.hicache.server.allocator import ServingSlotAllocator
+from sglang.srt.mem_cache.hicache.server.metrics import LayoutMetrics, ReportingRank, traffic_collector
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
     from _caches import CacheSpec, Rank
@@ -46,7 +48,7 @@ class ReportingGroup(Group):
         for metrics in self.published:
             metrics.publish()
         registry = CollectorRegistry()
-        MultiProcessCollector(registry, path=str(self.folder))
+        MultiProcessCollector(registry, path=str(self.folder))  # type: ignore[no-untyped-call]  # not annotated
         return Scrape(generate_latest(registry).decode())
 
     def _let_report(self, rank: Rank) -> LayoutMetrics:
@@ -63,13 +65,17 @@ def place_of(*, tp: int = 0, attn_tp: int = 0, attn_cp: int = 0, pp: int = 0, dp
     return ParallelState.trivial(tp_rank=tp, attn_tp_rank=attn_tp, attn_cp_rank=attn_cp, pp_rank=pp, dp_rank=dp)
 
 
-def own_metrics(folder: Path, process: int) -> mock._patch[Any]:
+@contextmanager
+def own_metrics(folder: Path, process: int) -> Iterator[None]:
     """Metrics that are made within belong to process number `process`, whose files lie in `folder`."""
     registry = CollectorRegistry()
     with mock.patch.dict(os.environ, {"PROMETHEUS_MULTIPROC_DIR": str(folder)}):
-        value_class = values.MultiProcessValue(lambda: process)
-    own = {kind: _own(getattr(prometheus_client, kind), registry, value_class, folder) for kind in KINDS}
-    return mock.patch.multiple(prometheus_client, **own)
+        value_class = values.MultiProcessValue(lambda: process)  # type: ignore[no-untyped-call]  # ditto
+    with ExitStack() as patches:
+        for kind in KINDS:
+            own = _own(getattr(prometheus_client, kind), registry, value_class, folder)
+            patches.enter_context(mock.patch.object(prometheus_client, kind, own))
+        yield
 
 
 def _own(kind: Any, registry: CollectorRegistry, value_class: type, folder: Path) -> type:  # noqa: ANN401  # a class

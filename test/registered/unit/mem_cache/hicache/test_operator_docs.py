@@ -13,8 +13,8 @@ from _scrape import Scrape, legends, metrics_of
 from _scrapes import ReportingGroup
 from sglang.test.ci.ci_register import register_cpu_ci
 
-from sglang.srt.mem_cache.hicache.metrics import COUNTERS, GAUGES, PREFIX, metrics_as_markdown
-from sglang.srt.mem_cache.hicache.refusals import rules_as_markdown
+from sglang.srt.mem_cache.hicache.server.metrics import COUNTERS, GAUGES, PREFIX, metrics_as_markdown
+from sglang.srt.mem_cache.hicache.server.refusals import rules_as_markdown
 from sglang.srt.mem_cache.layouts.registry import BUILT_IN
 
 register_cpu_ci(est_time=10, suite="base-a-test-cpu")
