@@ -57,7 +57,7 @@ hicache-mem-layout: layer_first
 """
 LOGICAL_TOKENS = 1024
 STRATEGIES = {"cp_shared": "enable-nsa-prefill-cp-shared-kv: true", "identity": "kv-layout-strategy: identity"}
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 
 class Server:
