@@ -20,9 +20,8 @@ ROOT = Path(__file__).parents[3]
 PACKAGES = ROOT / "python/sglang/srt/mem_cache"  # `layouts/...` and `hicache/...` are short for files below it
 EXAMPLE = ROOT / "examples/keyed-layout"  # the package that docs/tutorial.md builds
 COMMANDS = [PACKAGES / "hicache/cli/main.py", *sorted((PACKAGES / "hicache/cli").glob("*/command.py"))]
-DOCUMENTS = sorted(
-    [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/**/*.md"), *ROOT.glob("changes/*.md")]
-)
+FOLDERS = ("docs/**", "changes", "benchmark/results")
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *(page for folder in FOLDERS for page in ROOT.glob(f"{folder}/*.md"))])
 PAGES = [pytest.param(path, id=path.relative_to(ROOT).as_posix()) for path in DOCUMENTS]
 
 FENCE = re.compile(r"^(`{3,}).*?^\1$", re.MULTILINE | re.DOTALL)
