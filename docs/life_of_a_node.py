@@ -111,7 +111,8 @@ def describe(caches: Sequence[HiRadixCache[Any]], number: int) -> Iterator[str]:
         if own.metadata is not None:
             held = iter(own.metadata.host_pages.tolist())
             cells = [next(held) if lane == rank else "." for lane in own.metadata.lanes.tolist()]
-            yield row(f"host page on rank {rank}", cells)
+            if own.metadata.host_pages.size:
+                yield row(f"host page on rank {rank}", cells)
 
 
 def place(node: LayoutTreeNode[Any]) -> str:

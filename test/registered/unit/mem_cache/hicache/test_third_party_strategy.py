@@ -48,7 +48,6 @@ LAYOUT_FILE = FILES[3]
 PIP_INSTALL = "pip install --no-deps --no-build-isolation -e keyed-layout"
 EDITABLE_MYPY = "MYPYPATH=$CHECKOUT/python mypy "
 LAUNCH = "python -m sglang.launch_server "
-MACHINE_ROWS = ("seconds", "requests/s")
 
 
 @pytest.fixture(scope="module")
@@ -205,7 +204,7 @@ def test_explain_draws_its_stripes(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.usefixtures("installed")
-def test_replay_prints_the_table_of_the_page(
+def test_replay_prints_the_lines_of_the_page(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     forking_context_for_tests()
@@ -213,7 +212,8 @@ def test_replay_prints_the_table_of_the_page(
     ((command, shown),) = [(line, output) for line, output in commands() if line.startswith("kvlayouts replay ")]
     assert main(shlex.split(command)[1:]) == 0
     said = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
-    assert _without_machine(said) == _without_machine(shown)
+    assert len(shown) > 5
+    assert [line for line in shown if line != "..." and line not in said] == []
 
 
 @pytest.mark.usefixtures("installed")
@@ -305,7 +305,3 @@ def _patched(diff: str) -> str:
 
 def _without_seconds(lines: list[str]) -> list[str]:
     return [re.sub(r" in [\d.]+s$", " in", line) for line in lines]
-
-
-def _without_machine(lines: list[str]) -> list[str]:
-    return [line for line in lines if not line.startswith(MACHINE_ROWS)]
