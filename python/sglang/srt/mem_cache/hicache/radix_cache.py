@@ -92,7 +92,7 @@ class HiRadixCache(NoStorageTier, RadixCache, Generic[MetadataT]):
         self.metrics_collector = parts.report.collector
 
     def init_metrics_collector(self) -> None:
-        """SGLang's constructor would make one; ours is part of the report."""
+        """SGLang's constructor would make one, which knows no rank; ours comes with the report."""
 
     def reset(self) -> None:
         """Drop the whole cache, transfers under way included, and give all host memory back.

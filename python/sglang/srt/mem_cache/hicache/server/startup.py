@@ -26,12 +26,13 @@ from ..device.page_reader import SharedPages, group_sum
 from ..device.pools import bytes_of
 from ..device.shared_pools import LayoutDSATokenToKVPool, LayoutMLATokenToKVPool
 from ..host.pools import host_bytes_of
+from ..radix_cache import HiRadixCache
 from ..requests.pages import RequestPages
 from ..settings import HiCacheSettings, ShardGroup
 from .allocator import ServingSlotAllocator
 from .choice import choice_of
 from .hooks import refuse_missing_hooks
-from .metrics import LayoutMetrics, traffic_collector
+from .metrics import LayoutMetrics, ReportingRank, traffic_collector
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -44,8 +45,6 @@ if TYPE_CHECKING:
 
     from sglang.srt.mem_cache.layouts.protocol import ShardedPoolLayout
     from sglang.srt.mem_cache.layouts.registry import AnyKVLayoutStrategy
-
-    from ..radix_cache import HiRadixCache
 
 logger = logging.getLogger(__name__)
 
@@ -109,15 +108,15 @@ def build_cache(context: TreeCacheBuildContext) -> HiRadixCache[Any]:
         raise LayoutInvariantError(f"{choice.asked}: the slot allocator is {type(allocator).__name__}, not ours")
     layout, params, group = allocator.layout, context.params, shard_group()
     pages = None if params.req_to_token_pool is None else RequestPages(params.req_to_token_pool, layout.page_size)
-    metrics = params.enable_metrics
+    rank = ReportingRank.at(context.tp_worker.ps) if params.enable_metrics else None
     cache: HiRadixCache[Any] = assemble_cache(
         params,
         layout=layout,
         settings=HiCacheSettings.from_server(),
         group=group,
         request_pages=pages,
-        collector=traffic_collector() if metrics else None,
-        publish=LayoutMetrics(layout, allocator).publish if metrics else None,
+        collector=None if rank is None else traffic_collector(HiRadixCache.__name__, rank),
+        publish=None if rank is None else LayoutMetrics(layout, allocator, rank).publish,
     )
     allocator.serve(cache.make_device_room, pages)
     context.tp_worker.register_hicache_layer_transfer_counter(cache.cache_controller.layer_done_counter)
