@@ -34,7 +34,7 @@ from .page_reader import SharedPages, group_sum
 from .radix_cache import HiRadixCache
 from .request_pages import RequestPages
 from .serving_allocator import ServingSlotAllocator
-from .settings import HiCacheSettings, ShardGroup
+from .settings import HiCacheSettings, ShardGroup, peer_seconds
 from .shared_pools import LayoutDSATokenToKVPool, LayoutMLATokenToKVPool
 
 if TYPE_CHECKING:
@@ -169,9 +169,8 @@ def share_pool(pool: KVCache, layout: AnyKVLayoutStrategy) -> None:
             f"--kv-layout-strategy {name} has {lane_count} lanes but no local_rows (ShardedPoolLayout); "
             "accepted in a server: strategies with one lane, or with local_rows"
         )
-    pool.access = SharedPages(
-        layout, page_size=page_size, lane_count=lane_count, reduce=group_sum(_shard_ranks().device_group)
-    )
+    reduce = group_sum(_shard_ranks().device_group, peer_seconds=peer_seconds())
+    pool.access = SharedPages(layout, page_size=page_size, lane_count=lane_count, reduce=reduce)
 
 
 def _shard_ranks() -> GroupCoordinator:

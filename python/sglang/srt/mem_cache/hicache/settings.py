@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args
 
-from sglang.srt.runtime_context import get_memory, get_serving
+from sglang.srt.runtime_context import get_device, get_memory, get_serving
 
 from sglang.srt.mem_cache.layouts.config import GroupKind
 from sglang.srt.mem_cache.layouts.errors import LayoutConfigError
 
 WritePolicy: TypeAlias = Literal["write_through", "write_through_selective", "write_back"]
+LONGEST_WAIT_SECONDS = 1e9  # gloo counts nanoseconds in 64 bits
 WRITE_POLICIES: tuple[str, ...] = get_args(WritePolicy)
 
 
@@ -19,8 +21,9 @@ class HiCacheSettings:
     """The values of SGLang's ``--hicache-*`` flags that the cache reads.
 
     Host memory is `host_gb` x 10^9 bytes a rank if positive, else `host_ratio` x the device pool's rows.
-    `load_back_threshold` is in logical tokens: a shorter host hit is recomputed. Raises `LayoutConfigError` for an
-    unknown write policy.
+    `load_back_threshold` is in logical tokens: a shorter host hit is recomputed. A rank waits for another
+    one for `peer_seconds` at most; None means the process group's time-out. Raises `LayoutConfigError` for an unknown
+    write policy.
     """
 
     write_policy: WritePolicy = "write_through"
@@ -31,6 +34,7 @@ class HiCacheSettings:
     storage_backend: str | None = None
     load_back_threshold: int = 10
     model_name: str | None = None
+    peer_seconds: float | None = None
 
     def __post_init__(self) -> None:
         if self.write_policy not in WRITE_POLICIES:
@@ -54,6 +58,7 @@ class HiCacheSettings:
             host_gb=memory.hicache_size,
             storage_backend=memory.hicache_storage_backend,
             model_name=get_serving().served_model_name,
+            peer_seconds=peer_seconds(),
         )
 
 
@@ -64,3 +69,15 @@ class ShardGroup:
     kind: GroupKind = GroupKind.SINGLE
     size: int = 1
     rank: int = 0
+
+
+def peer_seconds() -> float | None:
+    """Seconds that a rank of this server waits for another one: ``--watchdog-timeout``, or None for no bound of ours.
+
+    SGLang ends a server in which one forward pass takes longer, so a peer has no good reason to be later. There is no
+    bound for a value with which SGLang's watchdog does not work either: none, zero, negative, infinite, no number.
+    """
+    seconds = get_device().watchdog_timeout
+    if seconds is None or not 0 < seconds < math.inf:
+        return None
+    return min(seconds, LONGEST_WAIT_SECONDS)

@@ -12,12 +12,13 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from sglang.srt.mem_cache.hicache.cli.ranks.messages import Alive, Done, Failed, Logged, Message, RankOrder
+from sglang.srt.mem_cache.hicache.errors import LostPeerError
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
 BEAT_SECONDS = 2.0
-_AGREEMENT = "sglang.srt.mem_cache.hicache.agreement"
+_WAITING = ("sglang.srt.mem_cache.hicache.agreement", "sglang.srt.mem_cache.hicache.waits")
 
 
 def start_rank(order: RankOrder, pipe: Connection, lifeline: Connection) -> None:
@@ -99,9 +100,9 @@ def describe(error: Exception) -> Failed:
     stack = traceback.walk_tb(error.__traceback__)
     frames = [(str(frame.f_globals.get("__name__")), frame.f_code.co_name) for frame, _ in stack]
     waiting_in = None
-    if frames and frames[-1][0].startswith("torch.distributed"):
+    if isinstance(error, LostPeerError) or (frames and frames[-1][0].startswith("torch.distributed")):
         waiting_in = next(
-            name for module, name in reversed(frames) if module.startswith("sglang") and module != _AGREEMENT
+            name for module, name in reversed(frames) if module.startswith("sglang") and module not in _WAITING
         )
     notes = "".join(f"{note}: " for note in getattr(error, "__notes__", ()))
     return Failed(
