@@ -16,8 +16,8 @@ from _caches import Rank, chain
 from _gloo_scenarios import insert
 
 from sglang.srt.mem_cache.hicache.agreement import RankAgreement
+from sglang.srt.mem_cache.hicache.device.page_reader import group_sum
 from sglang.srt.mem_cache.hicache.errors import LostPeerError
-from sglang.srt.mem_cache.hicache.page_reader import group_sum
 
 if TYPE_CHECKING:
     from collections.abc import Callable

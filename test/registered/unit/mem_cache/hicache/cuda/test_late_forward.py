@@ -18,16 +18,16 @@ from _simulated_cuda import SimulatedCuda, Stream
 from sglang.srt.mem_cache.base_prefix_cache import InitLoadBackParams, InsertParams, MatchPrefixParams
 from sglang.test.ci.ci_register import register_cpu_ci
 
-from sglang.srt.mem_cache.hicache.cuda.page_copier import CopyTuning, CudaPageCopier
-from sglang.srt.mem_cache.hicache.cuda.page_kernel import KernelShape
-from sglang.srt.mem_cache.hicache.cuda.page_maps import page_maps
-from sglang.srt.mem_cache.hicache.transfer import HostTransfer
+from sglang.srt.mem_cache.hicache.copies.cuda.page_copier import CopyTuning, CudaPageCopier
+from sglang.srt.mem_cache.hicache.copies.cuda.page_kernel import KernelShape
+from sglang.srt.mem_cache.hicache.copies.cuda.page_maps import page_maps
+from sglang.srt.mem_cache.hicache.copies.transfer import HostTransfer
 from sglang.srt.mem_cache.layouts import PoolKind
 
 if TYPE_CHECKING:
     from array import array
 
-    from sglang.srt.mem_cache.hicache.transfer import PageCopier
+    from sglang.srt.mem_cache.hicache.copies.transfer import PageCopier
     from sglang.srt.mem_cache.layouts.pages import PageArray
 
 register_cpu_ci(est_time=25, suite="base-a-test-cpu")
