@@ -65,7 +65,10 @@ def follow_alone(world: World, *, late_stage: int, seconds: float) -> Loss:
 
 def _fresh_group(seconds: float = GROUP_SECONDS) -> dist.ProcessGroup:
     """A group that may be broken."""
-    return dist.new_group([0, 1], timeout=timedelta(seconds=seconds), use_local_synchronization=True)
+    group: dist.ProcessGroup = dist.new_group(
+        [0, 1], timeout=timedelta(seconds=seconds), use_local_synchronization=True
+    )
+    return group
 
 
 def _late(world: World, call: Callable[[], object], *, late: int = 1) -> Loss:

@@ -189,7 +189,7 @@ def as_integer_pages(buffer: torch.Tensor, rows_per_page: int) -> torch.Tensor:
     return whole.view(torch.int32 if row_bytes % 4 == 0 else torch.uint8)
 
 
-def group_sum(group: dist.ProcessGroup, *, peer_seconds: float | None) -> Callable[[torch.Tensor], None]:
+def group_sum(group: dist.ProcessGroup, *, peer_seconds: float | None = None) -> Callable[[torch.Tensor], None]:
     """Adds a tensor of any shape up over the ranks of `group`, in place.
 
     On a device it is only submitted, and the watchdogs of SGLang and NCCL look after it. Over gloo this thread waits,
