@@ -131,8 +131,8 @@ class TestSettings(CacheTestCase):
         for flag, seconds in ((0.5, 0.5), (300, 300), (1e30, 1e9)):
             with self.subTest(flag=flag), standalone_runtime(page_size=4, watchdog_timeout=flag):
                 self.assertEqual(HiCacheSettings.from_server().peer_seconds, seconds)
-        for flag in (None, 0, -1, math.inf, math.nan):  # SGLang's watchdog does not work with these either
-            with self.subTest(flag=flag), standalone_runtime(page_size=4, watchdog_timeout=flag):
+        for useless in (None, 0, -1, math.inf, math.nan):  # SGLang's watchdog does not work with these either
+            with self.subTest(flag=useless), standalone_runtime(page_size=4, watchdog_timeout=useless):
                 self.assertIsNone(HiCacheSettings.from_server().peer_seconds)
 
     def test_an_unknown_write_policy_is_refused_by_flag_value_and_choices(self) -> None:
