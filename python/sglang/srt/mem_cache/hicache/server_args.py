@@ -11,6 +11,7 @@ import logging
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any, Final
 
+import torch
 from sglang.srt.arg_groups.model_override_base import resolving_view
 
 from sglang.srt.mem_cache.layouts.config import DEFAULT_LAYOUT
@@ -19,12 +20,15 @@ from sglang.srt.mem_cache.layouts.registry import known_layouts
 
 from .choice import CONFIG_FLAG, CP_SHARED_FLAG, STRATEGY_FLAG, attach_choice, choice_of, choose
 from .graphs import phases_asked_for, phases_with_graphs, turn_graphs_off
+from .host_flags import refuse_sizes, refuse_values
+from .pool_geometry import DsaGeometry, index_key_bytes
 from .refusals import RADIX_BACKEND, ModelFacts, ServerFacts, refuse_what_does_not_fit
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable
 
+    from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.server_args import ServerArgs
 
     from .choice import LayoutChoice
@@ -88,6 +92,7 @@ def check(_result: None, server_args: ServerArgs) -> None:
 
     refuse_missing_hooks(choice.asked)
     facts = server_facts(server_args)
+    refuse_sizes(facts.args)
     lanes = choice.create(page_size=facts.args.page_size, shard_size=facts.shard_size, shard_rank=0).lane_count
     if facts.shard_size == 1 and choice.strategy != DEFAULT_LAYOUT:
         logger.warning(
@@ -101,6 +106,7 @@ def check(_result: None, server_args: ServerArgs) -> None:
         attach_choice(server_args, choice)
     for warning in refuse_what_does_not_fit(facts, choice.asked, sharded=lanes > 1):
         logger.warning("%s", warning)
+    refuse_values(facts)
     if facts.graphs_on and lanes > 1:
         turn_graphs_off(server_args)
 
@@ -116,12 +122,15 @@ def server_facts(server_args: ServerArgs) -> ServerFacts:
 
     args = resolving_view(server_args)
     model = model_config_of(server_args)
+    is_dsa = is_deepseek_dsa(model.hf_config)
     return ServerFacts(
         args=args,
         model=ModelFacts(
             is_mla=model.attention_arch == AttentionArch.MLA,
-            is_dsa=is_deepseek_dsa(model.hf_config),
+            has_uneven_heads=model.head_dim != model.v_head_dim,
+            is_dsa=is_dsa,
             index_kpool=get_dsa_index_kpool(model.hf_config),
+            index_share=_index_share(model, args.kv_cache_dtype) if is_dsa else 0.0,
             is_hybrid_swa=model.is_hybrid_swa,
             is_recurrent=mambaish_config(model) is not None,
         ),
@@ -131,6 +140,19 @@ def server_facts(server_args: ServerArgs) -> ServerFacts:
         graphs_on=accelerator_present() and bool(phases_with_graphs(server_args)),
         graphs_asked_for=accelerator_present() and bool(phases_asked_for(server_args)),
     )
+
+
+def _index_share(model: ModelConfig, kv_cache_dtype: str) -> float:
+    """Host bytes of a DSA model's index beside one byte of its KV.
+
+    Float8 rows are taken as packed, the larger of the two ways to keep them: a server is not refused in vain.
+    """
+    row = DsaGeometry(
+        kv_lora_rank=model.kv_lora_rank,
+        qk_rope_head_dim=model.qk_rope_head_dim,
+        dtype=torch.float8_e4m3fn if "fp8" in kv_cache_dtype else model.dtype,
+    )
+    return index_key_bytes(model.index_head_dim) / row.kv_bytes
 
 
 def shard_size(args: Any) -> int:  # noqa: ANN401  # any view of ServerArgs

@@ -76,6 +76,8 @@ GOOD: dict[str, Any] = {
     "model_path": "none",
     "enable_hierarchical_cache": True,
     "hicache_io_backend": "direct",
+    "hicache_mem_layout": "page_first_direct",
+    "hicache_ratio": 2.0,
     "page_size": 64,
     "tp_size": 2,
     "attention_backend": "torch_native",
