@@ -7,7 +7,7 @@ pool, in whole pages; SGLang adds a page to it, as it does to a device pool. Not
 from __future__ import annotations
 
 import math
-from typing import Final
+from typing import Final, TypeGuard
 
 from sglang.srt.mem_cache.layouts.errors import LayoutConfigError
 
@@ -70,7 +70,7 @@ def host_pool_bytes(*, pages: int, page_size: int, kv_slot_bytes: int, index_slo
     return ((pages + 1) * kv_slot_bytes + (pages + 2) * index_slot_bytes) * page_size
 
 
-def _is_number(value: object) -> bool:
+def _is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 

@@ -78,21 +78,23 @@ def keyword_factory(original: Callable[..., ServerArgs]) -> Callable[..., Server
     return build
 
 
-def check(_result: None, server_args: ServerArgs) -> None:
-    """After ``ServerArgs.check_server_args``, in the parent: refuse what does not fit, name what is unusual.
+def check(original: Callable[[ServerArgs], None], server_args: ServerArgs) -> None:
+    """Around ``ServerArgs.check_server_args``, in the parent: refuse what does not fit, name what is unusual.
 
-    A strategy that shares pages out over a group of one rank becomes `identity`, with a warning. Raises
-    `LayoutConfigError`, with nothing spawned.
+    Numbers that SGLang's own check divides by are judged before it, all else after it. A strategy that shares pages
+    out over a group of one rank becomes `identity`, with a warning. Raises `LayoutConfigError`, with nothing spawned.
     """
     choice = choice_of(server_args)
     if choice is None:
+        original(server_args)
         return
+    refuse_sizes(resolving_view(server_args))
+    original(server_args)
     refuse_unsupported_release(choice.asked)
     from .plugin import refuse_missing_hooks
 
     refuse_missing_hooks(choice.asked)
     facts = server_facts(server_args)
-    refuse_sizes(facts.args)
     lanes = choice.create(page_size=facts.args.page_size, shard_size=facts.shard_size, shard_rank=0).lane_count
     if facts.shard_size == 1 and choice.strategy != DEFAULT_LAYOUT:
         logger.warning(
