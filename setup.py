@@ -8,7 +8,7 @@ from setuptools import setup
 from setuptools.command.build_py import build_py
 
 SOURCE = Path(__file__).parent / "typings"
-TARGET = Path("sglang/srt/mem_cache/hicache/typings")
+TARGET = Path("sglang/srt/mem_cache/hicache/check/typings")
 
 
 class BuildWithStubs(build_py):

@@ -43,12 +43,12 @@ from sglang.srt.mem_cache.pool_host import HostPoolGroup
 from sglang.srt.mem_cache.pool_host.dsa import DSAIndexerPoolHost
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 
-from sglang.srt.mem_cache.hicache.cuda.page_copier import CopyTuning, CudaPageCopier
-from sglang.srt.mem_cache.hicache.cuda.page_kernel import KernelShape
-from sglang.srt.mem_cache.hicache.cuda.page_maps import page_maps
-from sglang.srt.mem_cache.hicache.host_pools import build_host_pool, release_host_pool
+from sglang.srt.mem_cache.hicache.copies.cuda.page_copier import CopyTuning, CudaPageCopier
+from sglang.srt.mem_cache.hicache.copies.cuda.page_kernel import KernelShape
+from sglang.srt.mem_cache.hicache.copies.cuda.page_maps import page_maps
+from sglang.srt.mem_cache.hicache.copies.transfer import HostTransfer
+from sglang.srt.mem_cache.hicache.host.pools import build_host_pool, release_host_pool
 from sglang.srt.mem_cache.hicache.runtime import standalone_runtime
-from sglang.srt.mem_cache.hicache.transfer import HostTransfer
 from sglang.srt.mem_cache.layouts.pages import tokens_of_pages
 from sglang.srt.mem_cache.layouts.plans import CopyPlan
 
@@ -58,8 +58,8 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.memory_pool import KVCache
     from sglang.srt.mem_cache.pool_host import HostKVCache
 
-    from sglang.srt.mem_cache.hicache.cuda.page_maps import PageMap
-    from sglang.srt.mem_cache.hicache.host_pools import AnyHostPool
+    from sglang.srt.mem_cache.hicache.copies.cuda.page_maps import PageMap
+    from sglang.srt.mem_cache.hicache.host.pools import AnyHostPool
 
 LAYERS = 16
 MIXED_RUNS = (1, 2, 4, 8, 16, 32, 64)

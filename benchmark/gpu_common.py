@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from sglang.srt.mem_cache.hicache.device_pools import (
+from sglang.srt.mem_cache.hicache.device.pools import (
     DsaGeometry,
     Geometry,
     MhaGeometry,
@@ -131,7 +131,7 @@ def scatter(cache: HiRadixCache[Any], rng: np.random.Generator, lengths: Sequenc
     host_rng = np.random.default_rng(int(rng.integers(1 << 32)))  # ranks take different numbers of host pages
 
     def scattered_lanes(lanes: LaneArray) -> PageArray | None:
-        pages = alloc_lanes(lanes)
+        pages: PageArray | None = alloc_lanes(lanes)
         if pages is not None:
             for lane in np.unique(lanes):
                 at = np.flatnonzero(lanes == lane)

@@ -44,18 +44,18 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InitLoadBackPara
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
-from sglang.srt.mem_cache.hicache.allocator import CPSharedPagedTokenToKVPoolAllocator
-from sglang.srt.mem_cache.hicache.cli.replay.content import prefix_sums
-from sglang.srt.mem_cache.hicache.cuda import driver
-from sglang.srt.mem_cache.hicache.cuda.page_copier import CopyTuning, page_copier
-from sglang.srt.mem_cache.hicache.cuda.page_kernel import KernelShape
-from sglang.srt.mem_cache.hicache.digest import tree_digest
-from sglang.srt.mem_cache.hicache.invariants import violations
+from kvlayouts.replay.content import prefix_sums
+from sglang.srt.mem_cache.hicache.copies.cuda import driver
+from sglang.srt.mem_cache.hicache.copies.cuda.page_copier import CopyTuning, page_copier
+from sglang.srt.mem_cache.hicache.copies.cuda.page_kernel import KernelShape
+from sglang.srt.mem_cache.hicache.copies.transfer import HostTransfer
 from sglang.srt.mem_cache.hicache.radix_cache import HiRadixCache
-from sglang.srt.mem_cache.hicache.radix_tree import PagedInsertParams
 from sglang.srt.mem_cache.hicache.runtime import standalone_runtime
 from sglang.srt.mem_cache.hicache.settings import HiCacheSettings, ShardGroup
-from sglang.srt.mem_cache.hicache.transfer import HostTransfer
+from sglang.srt.mem_cache.hicache.slots.allocator import CPSharedPagedTokenToKVPoolAllocator
+from sglang.srt.mem_cache.hicache.tree.digest import tree_digest
+from sglang.srt.mem_cache.hicache.tree.invariants import violations
+from sglang.srt.mem_cache.hicache.tree.radix_tree import PagedInsertParams
 from sglang.srt.mem_cache.layouts import GroupKind, LayoutConfig, create_layout
 from sglang.srt.mem_cache.layouts.pages import pages_of_tokens
 

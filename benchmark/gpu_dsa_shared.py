@@ -32,13 +32,13 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from gpu_common import page_views, synchronisation_forbidden
 
+from sglang.srt.mem_cache.hicache.copies.transfer import HostTransfer
 from sglang.srt.mem_cache.hicache.cpu.support import install_cpu_support
-from sglang.srt.mem_cache.hicache.device_pools import DsaGeometry, build_device_pool
-from sglang.srt.mem_cache.hicache.host_pools import build_host_pool, release_host_pool
-from sglang.srt.mem_cache.hicache.page_reader import SharedPages, group_sum
+from sglang.srt.mem_cache.hicache.device.page_reader import SharedPages, group_sum
+from sglang.srt.mem_cache.hicache.device.pools import DsaGeometry, build_device_pool
+from sglang.srt.mem_cache.hicache.device.shared_pools import LayoutDSATokenToKVPool
+from sglang.srt.mem_cache.hicache.host.pools import build_host_pool, release_host_pool
 from sglang.srt.mem_cache.hicache.runtime import standalone_runtime
-from sglang.srt.mem_cache.hicache.shared_pools import LayoutDSATokenToKVPool
-from sglang.srt.mem_cache.hicache.transfer import HostTransfer
 from sglang.srt.mem_cache.layouts import CpSharedLayout, PoolKind
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
     from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool
 
-    from sglang.srt.mem_cache.hicache.host_pools import AnyHostPool
+    from sglang.srt.mem_cache.hicache.host.pools import AnyHostPool
 
 RANKS = 2
 PAGE = 64
@@ -316,7 +316,7 @@ def slots_of(pages: list[int]) -> torch.Tensor:
 def apply_hooks() -> str:
     """Put our hooks on SGLang's indexer, as a server would; what is wrong, or nothing."""
     registry: Any = import_module("sglang.srt.plugins.hook_registry").HookRegistry
-    plugin: Any = import_module("sglang.srt.mem_cache.hicache.plugin")
+    plugin: Any = import_module("sglang.srt.mem_cache.hicache.server.plugin")
     hooks = [hook for hook in plugin.HOOKS if hook.target.startswith(INDEXER)]
     for hook in hooks:
         registry.register(hook.target, hook.function, hook.kind)

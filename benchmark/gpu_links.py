@@ -26,7 +26,7 @@ from gpu_common import PAGE_SIZE, Link, Results, table
 from gpu_restore import BYTES_PER_TOKEN_AND_LAYER, PREFIX_PAGES, Restore, grow_memory
 
 from sglang.srt.mem_cache.hicache.agreement import RankAgreement
-from sglang.srt.mem_cache.hicache.page_reader import SharedPages, group_sum
+from sglang.srt.mem_cache.hicache.device.page_reader import SharedPages, group_sum
 from sglang.srt.mem_cache.hicache.runtime import standalone_runtime
 
 if TYPE_CHECKING:

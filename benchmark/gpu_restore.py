@@ -40,12 +40,12 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InitLoadBackPara
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
-from sglang.srt.mem_cache.hicache.allocator import CPSharedPagedTokenToKVPoolAllocator
+from sglang.srt.mem_cache.hicache.copies.transfer import HostTransfer
 from sglang.srt.mem_cache.hicache.radix_cache import HiRadixCache
-from sglang.srt.mem_cache.hicache.radix_tree import PagedInsertParams
 from sglang.srt.mem_cache.hicache.runtime import standalone_runtime
 from sglang.srt.mem_cache.hicache.settings import HiCacheSettings, ShardGroup
-from sglang.srt.mem_cache.hicache.transfer import HostTransfer
+from sglang.srt.mem_cache.hicache.slots.allocator import CPSharedPagedTokenToKVPoolAllocator
+from sglang.srt.mem_cache.hicache.tree.radix_tree import PagedInsertParams
 from sglang.srt.mem_cache.layouts import GroupKind, LayoutConfig, create_layout
 from sglang.srt.mem_cache.layouts.pages import pages_of_tokens
 

@@ -24,13 +24,13 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams, MatchPrefixParam
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
-from sglang.srt.mem_cache.hicache.allocator import CPSharedPagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.hicache.cpu.support import install_cpu_support
-from sglang.srt.mem_cache.hicache.device_pools import MlaGeometry, build_device_pool
+from sglang.srt.mem_cache.hicache.device.pools import MlaGeometry, build_device_pool
 from sglang.srt.mem_cache.hicache.radix_cache import HiRadixCache
-from sglang.srt.mem_cache.hicache.radix_tree import PagedInsertParams
 from sglang.srt.mem_cache.hicache.runtime import standalone_runtime
 from sglang.srt.mem_cache.hicache.settings import HiCacheSettings, ShardGroup
+from sglang.srt.mem_cache.hicache.slots.allocator import CPSharedPagedTokenToKVPoolAllocator
+from sglang.srt.mem_cache.hicache.tree.radix_tree import PagedInsertParams
 from sglang.srt.mem_cache.layouts import GroupKind, LayoutConfig, PoolKind, create_layout
 
 if TYPE_CHECKING:

@@ -15,19 +15,19 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InitLoadBackPara
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
-from sglang.srt.mem_cache.hicache.allocator import CPSharedPagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.hicache.cpu.support import install_cpu_support
-from sglang.srt.mem_cache.hicache.device_pools import MlaGeometry, build_device_pool
-from sglang.srt.mem_cache.hicache.digest import tree_digest
+from sglang.srt.mem_cache.hicache.device.pools import MlaGeometry, build_device_pool
 from sglang.srt.mem_cache.hicache.radix_cache import HiRadixCache
 from sglang.srt.mem_cache.hicache.runtime import standalone_runtime
 from sglang.srt.mem_cache.hicache.settings import HiCacheSettings, ShardGroup
+from sglang.srt.mem_cache.hicache.slots.allocator import CPSharedPagedTokenToKVPoolAllocator
+from sglang.srt.mem_cache.hicache.tree.digest import tree_digest
 from sglang.srt.mem_cache.layouts import CpSharedLayout, GroupKind, PoolKind
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from sglang.srt.mem_cache.hicache.tree_node import LayoutTreeNode
+    from sglang.srt.mem_cache.hicache.tree.node import LayoutTreeNode
 
 PAGE, RANKS, DEVICE_PAGES = 4, 3, 8
 FIRST = 300  # the hash of tokens 300 .. 303 puts the chain's first page in lane 1

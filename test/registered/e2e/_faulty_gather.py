@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from sglang.srt.mem_cache.hicache import page_reader
+from sglang.srt.mem_cache.hicache.device import page_reader
 
 if TYPE_CHECKING:
     import torch

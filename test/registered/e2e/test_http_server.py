@@ -20,7 +20,7 @@ from _runs import environment, is_measured, model, start_lines
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.test_utils import CustomTestCase
 
-from sglang.srt.mem_cache.hicache.metrics import COUNTERS, GAUGES
+from sglang.srt.mem_cache.hicache.server.metrics import COUNTERS, GAUGES
 
 register_cpu_ci(est_time=120, suite="base-a-test-cpu")
 

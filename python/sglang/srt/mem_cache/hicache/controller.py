@@ -21,9 +21,9 @@ from sglang.srt.mem_cache.layouts.errors import LayoutInvariantError
 from sglang.srt.mem_cache.layouts.plans import BackupPlan, CopyPlan, LoadPlan
 from sglang.srt.mem_cache.layouts.protocol import KVLayoutStrategy, MetadataT
 
-from .host_ledger import HostLedger
-from .host_pages import HostPages
-from .transfer import HostTransfer, Transfer
+from .copies.transfer import HostTransfer, Transfer
+from .host.free_pages import HostPages
+from .host.ledger import HostLedger
 
 if TYPE_CHECKING:
     import threading
@@ -36,9 +36,9 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.layouts.pages import PageArray
 
     from .agreement import Agreement
-    from .allocator import SlotAllocator
-    from .host_pools import AnyHostPool
+    from .host.pools import AnyHostPool
     from .settings import HiCacheSettings
+    from .slots.allocator import SlotAllocator
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,13 +8,13 @@ import torch.distributed as dist
 
 from sglang.srt.mem_cache.layouts.config import LayoutEnvironment
 
-from .pool_kinds import pool_kind
+from .device.kinds import pool_kind
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 
-    from .allocator import SlotAllocator
     from .settings import HiCacheSettings, ShardGroup
+    from .slots.allocator import SlotAllocator
 
 
 def observe_environment(

@@ -26,14 +26,14 @@ from sglang.srt.mem_cache.layouts.errors import LayoutInvariantError
 from sglang.srt.mem_cache.layouts.protocol import KVLayoutStrategy, MetadataT
 
 from .agreement import Agreement, RankAgreement
-from .allocator import slot_allocator
 from .controller import HiCacheController
 from .environment import agreement_groups, observe_environment
-from .host_pools import build_host_pool, release_host_pool
-from .in_flight import InFlight
+from .host.pools import build_host_pool, release_host_pool
 from .no_storage import NoStorageTier, refuse_storage_backend
-from .stats import CacheStats
-from .tiers import TieredRadixTree, ack_seconds, ready_acks
+from .slots.allocator import slot_allocator
+from .tree.in_flight import InFlight
+from .tree.stats import CacheStats
+from .tree.tiers import TieredRadixTree, ack_seconds, ready_acks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -45,10 +45,10 @@ if TYPE_CHECKING:
 
     from sglang.srt.mem_cache.layouts.pages import PageArray
 
-    from .in_flight import Backup, LoadBack
-    from .request_pages import RequestPages
     from .settings import HiCacheSettings, ShardGroup
-    from .tree_node import LayoutTreeNode
+    from .tree.in_flight import Backup, LoadBack
+    from .tree.node import LayoutTreeNode
+    from .tree.request_pages import RequestPages
 
 logger = logging.getLogger(__name__)
 

@@ -10,8 +10,8 @@ from sglang.srt.runtime_context import get_memory, get_parallel, get_serving
 from sglang.srt.mem_cache.layouts.config import GroupKind
 from sglang.srt.mem_cache.layouts.errors import LayoutConfigError
 
-from .host_memory import ranks_on_this_machine
-from .host_sizes import check_gb, check_ratio, check_whole
+from .host.memory import ranks_on_this_machine
+from .host.sizes import check_gb, check_ratio, check_whole
 
 WritePolicy: TypeAlias = Literal["write_through", "write_through_selective", "write_back"]
 WRITE_POLICIES: tuple[str, ...] = get_args(WritePolicy)

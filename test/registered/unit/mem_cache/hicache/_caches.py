@@ -19,9 +19,8 @@ from sglang.srt.mem_cache.l2_transfer import L2TransferEngine, TransferCompletio
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.test.test_utils import CustomTestCase
 
-from sglang.srt.mem_cache.hicache.allocator import CPSharedPagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.hicache.cpu.support import install_cpu_support
-from sglang.srt.mem_cache.hicache.device_pools import (
+from sglang.srt.mem_cache.hicache.device.pools import (
     DsaGeometry,
     Geometry,
     MhaGeometry,
@@ -33,6 +32,7 @@ from sglang.srt.mem_cache.hicache.device_pools import (
 from sglang.srt.mem_cache.hicache.radix_cache import HiRadixCache
 from sglang.srt.mem_cache.hicache.runtime import standalone_runtime
 from sglang.srt.mem_cache.hicache.settings import HiCacheSettings, ShardGroup, WritePolicy
+from sglang.srt.mem_cache.hicache.slots.allocator import CPSharedPagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.layouts import AnyKVLayoutStrategy, GroupKind, LayoutConfig, PoolKind, create_layout
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.memory_pool import KVCache
 
     from sglang.srt.mem_cache.hicache.agreement import Agreement
-    from sglang.srt.mem_cache.hicache.tree_node import LayoutTreeNode
+    from sglang.srt.mem_cache.hicache.tree.node import LayoutTreeNode
     from sglang.srt.mem_cache.layouts.pages import PageArray
 
 LAYERS = 2

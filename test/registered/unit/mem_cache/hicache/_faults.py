@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from _caches import Rank
     from _groups import Group, Request
 
-    from sglang.srt.mem_cache.hicache.tree_node import LayoutTreeNode
+    from sglang.srt.mem_cache.hicache.tree.node import LayoutTreeNode
 
 RANKS = 4
 LAYOUTS = tuple(BUILT_IN)

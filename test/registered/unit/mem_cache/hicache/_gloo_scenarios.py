@@ -13,10 +13,10 @@ from _groups import chain_lanes, pages_of
 from sglang.srt.mem_cache.base_prefix_cache import InitLoadBackParams, InsertParams, MatchPrefixParams
 
 from sglang.srt.mem_cache.hicache.agreement import RankAgreement
-from sglang.srt.mem_cache.hicache.device_pools import bytes_of as device_bytes_of
-from sglang.srt.mem_cache.hicache.digest import tree_digest
+from sglang.srt.mem_cache.hicache.device.pools import bytes_of as device_bytes_of
 from sglang.srt.mem_cache.hicache.environment import agreement_groups
-from sglang.srt.mem_cache.hicache.host_pools import host_bytes_of
+from sglang.srt.mem_cache.hicache.host.pools import host_bytes_of
+from sglang.srt.mem_cache.hicache.tree.digest import tree_digest
 
 if TYPE_CHECKING:
     from array import array

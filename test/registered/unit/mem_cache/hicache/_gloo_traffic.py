@@ -17,15 +17,15 @@ from _caches import Rank, chain, page_views
 from _groups import chain_lanes, check_host, check_nodes, check_orders, check_slots, pages_of
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InitLoadBackParams, InsertParams, MatchPrefixParams
 
-from sglang.srt.mem_cache.hicache.digest import tree_digest
+from sglang.srt.mem_cache.hicache.tree.digest import tree_digest
 
 if TYPE_CHECKING:
     from array import array
 
     from _gloo_ranks import World
 
-    from sglang.srt.mem_cache.hicache.stats import CacheStats
-    from sglang.srt.mem_cache.hicache.tree_node import LayoutTreeNode
+    from sglang.srt.mem_cache.hicache.tree.node import LayoutTreeNode
+    from sglang.srt.mem_cache.hicache.tree.stats import CacheStats
     from sglang.srt.mem_cache.layouts.pages import PageArray
 
 ROOTS = 5

@@ -18,8 +18,8 @@ import numpy as np
 from _caches import CacheSpec, Rank
 from sglang.srt.mem_cache.base_prefix_cache import InitLoadBackParams, InsertParams, MatchPrefixParams
 
-from sglang.srt.mem_cache.hicache.digest import tree_digest
-from sglang.srt.mem_cache.hicache.invariants import violations
+from sglang.srt.mem_cache.hicache.tree.digest import tree_digest
+from sglang.srt.mem_cache.hicache.tree.invariants import violations
 
 if TYPE_CHECKING:
     from array import array
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from sglang.srt.mem_cache.hicache.tree_node import LayoutTreeNode
+    from sglang.srt.mem_cache.hicache.tree.node import LayoutTreeNode
     from sglang.srt.mem_cache.layouts.pages import LaneArray, PageArray
 
 ResultT = TypeVar("ResultT")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from sglang.srt.mem_cache.hicache.device_pools import index_buffers, kv_buffers
+from sglang.srt.mem_cache.hicache.device.pools import index_buffers, kv_buffers
 
 if TYPE_CHECKING:
     import numpy.typing as npt

@@ -18,11 +18,11 @@ from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.hiradix_cache import HiRadixCache as SGLangHiRadixCache
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 
-from sglang.srt.mem_cache.hicache.allocator import CPSharedPagedTokenToKVPoolAllocator
-from sglang.srt.mem_cache.hicache.device_pools import DsaGeometry, Geometry, MhaGeometry, MlaGeometry, build_device_pool
+from sglang.srt.mem_cache.hicache.device.pools import DsaGeometry, Geometry, MhaGeometry, MlaGeometry, build_device_pool
 from sglang.srt.mem_cache.hicache.radix_cache import HiRadixCache
 from sglang.srt.mem_cache.hicache.runtime import standalone_runtime
 from sglang.srt.mem_cache.hicache.settings import HiCacheSettings, ShardGroup, WritePolicy
+from sglang.srt.mem_cache.hicache.slots.allocator import CPSharedPagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.layouts import IdentityLayout, IdentityNodeMetadata, PoolKind
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.memory_pool import KVCache
     from sglang.srt.server_args import ServerArgs
 
-    from sglang.srt.mem_cache.hicache.stats import CacheStats
+    from sglang.srt.mem_cache.hicache.tree.stats import CacheStats
 
 GEOMETRIES: dict[PoolKind, Geometry] = {
     PoolKind.MHA: MhaGeometry(heads=1, head_dim=4, dtype=torch.float32),

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams, MatchPrefixParams
 
-from sglang.srt.mem_cache.hicache.invariants import violations
 from sglang.srt.mem_cache.hicache.settings import WritePolicy
+from sglang.srt.mem_cache.hicache.tree.invariants import violations
 
 if TYPE_CHECKING:
     from array import array
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from _caches import Rank
 
-    from sglang.srt.mem_cache.hicache.tree_node import LayoutTreeNode
+    from sglang.srt.mem_cache.hicache.tree.node import LayoutTreeNode
 
 CHAINS = st.builds(
     lambda namespace, pages: (namespace, *pages),

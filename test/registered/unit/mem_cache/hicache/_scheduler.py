@@ -17,16 +17,16 @@ from sglang.srt.mem_cache.base_prefix_cache import InitLoadBackParams
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from sglang.srt.mem_cache.hicache import serving
-from sglang.srt.mem_cache.hicache.device_pools import build_device_pool
-from sglang.srt.mem_cache.hicache.invariants import violations
+from sglang.srt.mem_cache.hicache.device.pools import build_device_pool
 from sglang.srt.mem_cache.hicache.radix_cache import HiRadixCache
-from sglang.srt.mem_cache.hicache.serving_allocator import ServingSlotAllocator
+from sglang.srt.mem_cache.hicache.server import serving
+from sglang.srt.mem_cache.hicache.server.allocator import ServingSlotAllocator
+from sglang.srt.mem_cache.hicache.tree.invariants import violations
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from sglang.srt.mem_cache.hicache.request_pages import RequestPages
+    from sglang.srt.mem_cache.hicache.tree.request_pages import RequestPages
     from sglang.srt.mem_cache.layouts.pages import PageArray
 
 ROWS = 6

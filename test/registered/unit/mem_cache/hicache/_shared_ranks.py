@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sglang.srt.mem_cache.hicache.cpu.pools import CpuDSATokenToKVPool, CpuMLATokenToKVPool
-from sglang.srt.mem_cache.hicache.page_reader import SharedPages
+from sglang.srt.mem_cache.hicache.device.page_reader import SharedPages
 from sglang.srt.mem_cache.layouts import CpSharedLayout, PoolKind
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from sglang.srt.mem_cache.hicache.shared_pools import LayoutMLATokenToKVPool
+    from sglang.srt.mem_cache.hicache.device.shared_pools import LayoutMLATokenToKVPool
 
 PAGE = 64  # a DSA pool has no other
 ROW_PAGES = 4

@@ -21,12 +21,12 @@ import numpy as np
 import torch
 from sglang.srt.managers import cache_controller
 
-from sglang.srt.mem_cache.hicache.cuda import copy_engine, driver, kernel_queue, page_copier, staging
+from sglang.srt.mem_cache.hicache.copies.cuda import copy_engine, driver, kernel_queue, page_copier, staging
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from sglang.srt.mem_cache.hicache.cuda.page_kernel import KernelShape
+    from sglang.srt.mem_cache.hicache.copies.cuda.page_kernel import KernelShape
 
 PROGRAMS = 3
 """Programs that the simulated kernel has; each counts for a third of those that were asked for."""

@@ -31,5 +31,5 @@ def interpreted(name: str) -> Iterator[ModuleType]:
 @contextmanager
 def interpreted_kernel() -> Iterator[ModuleType]:
     """The module ``cuda.page_kernel``."""
-    with interpreted("sglang.srt.mem_cache.hicache.cuda.page_kernel") as module:
+    with interpreted("sglang.srt.mem_cache.hicache.copies.cuda.page_kernel") as module:
         yield module

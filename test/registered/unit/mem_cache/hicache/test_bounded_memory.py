@@ -17,7 +17,7 @@ from _faults import each_layout, evict
 from _groups import Group
 from sglang.test.ci.ci_register import register_cpu_ci
 
-from sglang.srt.mem_cache.hicache.tree_node import LayoutTreeNode
+from sglang.srt.mem_cache.hicache.tree.node import LayoutTreeNode
 from sglang.srt.mem_cache.layouts import CpHiCacheNodeMetadata, IdentityNodeMetadata
 
 if TYPE_CHECKING:

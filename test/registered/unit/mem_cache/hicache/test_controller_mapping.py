@@ -13,8 +13,8 @@ from _groups import Group, check_host
 from sglang.test.ci.ci_register import register_cpu_ci
 
 from sglang.srt.mem_cache.hicache.controller import HostShortfall
+from sglang.srt.mem_cache.hicache.copies.transfer import HostTransfer
 from sglang.srt.mem_cache.hicache.settings import HiCacheSettings
-from sglang.srt.mem_cache.hicache.transfer import HostTransfer
 from sglang.srt.mem_cache.layouts import CpSharedKVLayout, LayoutConfigError, LayoutInvariantError, PoolKind
 
 if TYPE_CHECKING:

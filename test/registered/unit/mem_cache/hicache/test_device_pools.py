@@ -8,7 +8,8 @@ from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool, MHATokenToKVPool,
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.test_utils import CustomTestCase
 
-from sglang.srt.mem_cache.hicache.device_pools import (
+from sglang.srt.mem_cache.hicache.device.kinds import pool_kind
+from sglang.srt.mem_cache.hicache.device.pools import (
     DsaGeometry,
     MhaGeometry,
     MlaGeometry,
@@ -17,7 +18,6 @@ from sglang.srt.mem_cache.hicache.device_pools import (
     index_buffers,
     kv_buffers,
 )
-from sglang.srt.mem_cache.hicache.pool_kinds import pool_kind
 from sglang.srt.mem_cache.layouts import LayoutConfigError, PoolKind
 
 register_cpu_ci(est_time=20, suite="base-a-test-cpu")

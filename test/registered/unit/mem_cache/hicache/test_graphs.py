@@ -11,7 +11,7 @@ from sglang.srt.server_args import ServerArgs
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.test_utils import CustomTestCase
 
-from sglang.srt.mem_cache.hicache.graphs import phases_asked_for, phases_with_graphs, turn_graphs_off
+from sglang.srt.mem_cache.hicache.server.graphs import phases_asked_for, phases_with_graphs, turn_graphs_off
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -6,7 +6,7 @@ import unittest
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.test_utils import CustomTestCase
 
-from sglang.srt.mem_cache.hicache.host_ledger import HostLedger
+from sglang.srt.mem_cache.hicache.host.ledger import HostLedger
 from sglang.srt.mem_cache.layouts import LayoutConfigError, LayoutInvariantError
 
 register_cpu_ci(est_time=5, suite="base-a-test-cpu")

@@ -16,13 +16,14 @@ from _caches import GEOMETRIES, CacheTestCase
 from sglang.srt.plugins import load_plugins
 from sglang.test.ci.ci_register import register_cpu_ci
 
-from sglang.srt.mem_cache.hicache import host_memory, server_args
-from sglang.srt.mem_cache.hicache.device_pools import build_device_pool, bytes_of
-from sglang.srt.mem_cache.hicache.host_flags import refuse_values
-from sglang.srt.mem_cache.hicache.host_memory import CPU_RESERVE_BYTES, available_bytes, ranks_on_this_machine
-from sglang.srt.mem_cache.hicache.host_pools import build_host_pool, host_bytes_of
-from sglang.srt.mem_cache.hicache.host_sizes import device_pool_bytes, host_pages, host_pool_bytes
-from sglang.srt.mem_cache.hicache.pool_geometry import DsaGeometry
+from sglang.srt.mem_cache.hicache.device.geometry import DsaGeometry
+from sglang.srt.mem_cache.hicache.device.pools import build_device_pool, bytes_of
+from sglang.srt.mem_cache.hicache.host import memory as host_memory
+from sglang.srt.mem_cache.hicache.host import server_args
+from sglang.srt.mem_cache.hicache.host.memory import CPU_RESERVE_BYTES, available_bytes, ranks_on_this_machine
+from sglang.srt.mem_cache.hicache.host.pools import build_host_pool, host_bytes_of
+from sglang.srt.mem_cache.hicache.host.sizes import device_pool_bytes, host_pages, host_pool_bytes
+from sglang.srt.mem_cache.hicache.server.values import refuse_values
 from sglang.srt.mem_cache.layouts import LayoutConfigError, PoolKind
 
 register_cpu_ci(est_time=20, suite="base-a-test-cpu")

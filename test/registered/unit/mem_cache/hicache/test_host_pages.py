@@ -12,7 +12,7 @@ from _groups import Group
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.test.ci.ci_register import register_cpu_ci
 
-from sglang.srt.mem_cache.hicache.radix_tree import _whole_pages_of
+from sglang.srt.mem_cache.hicache.tree.radix_tree import _whole_pages_of
 from sglang.srt.mem_cache.layouts import PoolKind
 from sglang.srt.mem_cache.layouts.errors import LayoutInvariantError
 

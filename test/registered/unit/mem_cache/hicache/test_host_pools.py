@@ -19,7 +19,7 @@ from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.test_utils import CustomTestCase
 
 from sglang.srt.mem_cache.hicache.cpu.support import install_cpu_support
-from sglang.srt.mem_cache.hicache.device_pools import (
+from sglang.srt.mem_cache.hicache.device.pools import (
     DsaGeometry,
     Geometry,
     MhaGeometry,
@@ -28,7 +28,7 @@ from sglang.srt.mem_cache.hicache.device_pools import (
     index_buffers,
     kv_buffers,
 )
-from sglang.srt.mem_cache.hicache.host_pools import AnyHostPool, build_host_pool, host_bytes_of
+from sglang.srt.mem_cache.hicache.host.pools import AnyHostPool, build_host_pool, host_bytes_of
 from sglang.srt.mem_cache.layouts import LayoutConfigError
 
 register_cpu_ci(est_time=40, suite="base-a-test-cpu")

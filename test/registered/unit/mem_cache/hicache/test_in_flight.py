@@ -10,8 +10,8 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.test_utils import CustomTestCase
 
-from sglang.srt.mem_cache.hicache.in_flight import InFlight
-from sglang.srt.mem_cache.hicache.tree_node import LayoutTreeNode
+from sglang.srt.mem_cache.hicache.tree.in_flight import InFlight
+from sglang.srt.mem_cache.hicache.tree.node import LayoutTreeNode
 from sglang.srt.mem_cache.layouts.errors import LayoutInvariantError
 
 register_cpu_ci(est_time=10, suite="base-a-test-cpu")

@@ -22,18 +22,18 @@ from _triton_interpreter import interpreted
 from sglang.srt.plugins import load_plugins
 from sglang.test.ci.ci_register import register_cpu_ci
 
+from sglang.srt.mem_cache.hicache.copies.transfer import HostTransfer
 from sglang.srt.mem_cache.hicache.cpu.pools import CpuDSATokenToKVPool
-from sglang.srt.mem_cache.hicache.device_pools import index_buffers
-from sglang.srt.mem_cache.hicache.host_pools import build_host_pool
-from sglang.srt.mem_cache.hicache.page_reader import as_integer_pages
-from sglang.srt.mem_cache.hicache.transfer import HostTransfer
+from sglang.srt.mem_cache.hicache.device.page_reader import as_integer_pages
+from sglang.srt.mem_cache.hicache.device.pools import index_buffers
+from sglang.srt.mem_cache.hicache.host.pools import build_host_pool
 from sglang.srt.mem_cache.layouts import PoolKind
 from sglang.srt.mem_cache.layouts.errors import LayoutInvariantError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from sglang.srt.mem_cache.hicache.shared_pools import LayoutMLATokenToKVPool
+    from sglang.srt.mem_cache.hicache.device.shared_pools import LayoutMLATokenToKVPool
 
 register_cpu_ci(est_time=30, suite="base-a-test-cpu")
 

@@ -14,12 +14,12 @@ from _faults import LAYOUTS, evict, fault_spec, node_of
 from _groups import Group
 from sglang.test.ci.ci_register import register_cpu_ci
 
-from sglang.srt.mem_cache.hicache.invariants import violations
+from sglang.srt.mem_cache.hicache.tree.invariants import violations
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from sglang.srt.mem_cache.hicache.tree_node import LayoutTreeNode
+    from sglang.srt.mem_cache.hicache.tree.node import LayoutTreeNode
 
 register_cpu_ci(est_time=20, suite="base-a-test-cpu")
 

@@ -14,7 +14,7 @@ from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.srt.mem_cache.layouts import CpHiCacheNodeMetadata, LayoutInvariantError
 
 if TYPE_CHECKING:
-    from sglang.srt.mem_cache.hicache.tree_node import LayoutTreeNode
+    from sglang.srt.mem_cache.hicache.tree.node import LayoutTreeNode
 
 register_cpu_ci(est_time=20, suite="base-a-test-cpu")
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.test_utils import CustomTestCase
 
-from sglang.srt.mem_cache.hicache.metrics import COUNTERS, GAUGES, PREFIX, metrics_as_markdown
-from sglang.srt.mem_cache.hicache.refusals import rules_as_markdown
+from sglang.srt.mem_cache.hicache.server.metrics import COUNTERS, GAUGES, PREFIX, metrics_as_markdown
+from sglang.srt.mem_cache.hicache.server.refusals import rules_as_markdown
 
 register_cpu_ci(est_time=10, suite="base-a-test-cpu")
 

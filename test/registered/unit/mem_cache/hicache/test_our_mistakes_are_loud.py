@@ -13,7 +13,7 @@ from _faults import begin, each_layout, fault_spec, node_of
 from _groups import Group
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams
 
-from sglang.srt.mem_cache.hicache.invariants import violations
+from sglang.srt.mem_cache.hicache.tree.invariants import violations
 from sglang.srt.mem_cache.layouts.errors import LayoutInvariantError
 
 if TYPE_CHECKING:

@@ -16,8 +16,8 @@ from sglang.srt.managers.cache_controller import LayerLoadingEvent
 from sglang.srt.mem_cache.l2_transfer import L2TransferEngine, TransferCompletion, make_timing_event_pair
 from sglang.test.ci.ci_register import register_cpu_ci
 
-from sglang.srt.mem_cache.hicache.cuda.page_maps import page_maps
-from sglang.srt.mem_cache.hicache.transfer import HostTransfer
+from sglang.srt.mem_cache.hicache.copies.cuda.page_maps import page_maps
+from sglang.srt.mem_cache.hicache.copies.transfer import HostTransfer
 from sglang.srt.mem_cache.layouts import LayoutConfigError
 from sglang.srt.mem_cache.layouts.plans import CopyPlan
 

@@ -12,8 +12,8 @@ import numpy as np
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.test_utils import CustomTestCase
 
-from sglang.srt.mem_cache.hicache import page_runs
-from sglang.srt.mem_cache.hicache.page_runs import PageRuns, pages_of_runs, runs_of_pages
+from sglang.srt.mem_cache.hicache.slots import page_runs
+from sglang.srt.mem_cache.hicache.slots.page_runs import PageRuns, pages_of_runs, runs_of_pages
 from sglang.srt.mem_cache.layouts.errors import LayoutInvariantError
 
 register_cpu_ci(est_time=5, suite="base-a-test-cpu")

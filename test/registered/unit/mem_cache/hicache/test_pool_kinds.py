@@ -14,7 +14,7 @@ from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.test_utils import CustomTestCase
 
 import sglang
-from sglang.srt.mem_cache.hicache.pool_kinds import kind_of_pool_class, pool_kind
+from sglang.srt.mem_cache.hicache.device.kinds import kind_of_pool_class, pool_kind
 from sglang.srt.mem_cache.layouts import PoolKind
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ class TestPoolKinds(CustomTestCase):
             (DSATokenToKVPool, PoolKind.DSA),
         ):
             foreign = type("Pool", (parent,), {"__module__": "sglang.srt.hardware_backend.npu.memory_pool_npu"})
-            ours = type("Pool", (parent,), {"__module__": "sglang.srt.mem_cache.hicache.device_pools"})
+            ours = type("Pool", (parent,), {"__module__": "sglang.srt.mem_cache.hicache.device.pools"})
             assert kind_of_pool_class(foreign) is PoolKind.OTHER
             assert kind_of_pool_class(ours) is kind
             assert kind_of_pool_class(type("Pool", (foreign,), {"__module__": ours.__module__})) is PoolKind.OTHER

@@ -23,8 +23,8 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.plugins import load_plugins
 from sglang.test.ci.ci_register import register_cpu_ci
 
-from sglang.srt.mem_cache.hicache.request_pages import RequestPages
 from sglang.srt.mem_cache.hicache.runtime import standalone_runtime
+from sglang.srt.mem_cache.hicache.tree.request_pages import RequestPages
 from sglang.srt.mem_cache.layouts import LayoutInvariantError
 
 if TYPE_CHECKING:
@@ -184,7 +184,7 @@ class TestWhatIsNotKnown(RequestPagesTestCase):
         slots = [scheduler.allocator.alloc(2 * PAGE) for _ in range(2)]
         assert slots[0] is not None
         assert slots[1] is not None
-        with self.assertLogs("sglang.srt.mem_cache.hicache.request_pages", "WARNING") as logged:
+        with self.assertLogs("sglang.srt.mem_cache.hicache.tree.request_pages", "WARNING") as logged:
             scheduler.allocator.free(slots[0])
             scheduler.allocator.free_group_begin()
             scheduler.allocator.free(slots[1])

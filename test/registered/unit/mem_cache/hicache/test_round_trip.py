@@ -19,7 +19,7 @@ from sglang.srt.mem_cache.hicache.settings import ShardGroup, WritePolicy
 from sglang.srt.mem_cache.layouts import PoolKind
 
 if TYPE_CHECKING:
-    from sglang.srt.mem_cache.hicache.tree_node import LayoutTreeNode
+    from sglang.srt.mem_cache.hicache.tree.node import LayoutTreeNode
 
 register_cpu_ci(est_time=60, suite="base-a-test-cpu")
 

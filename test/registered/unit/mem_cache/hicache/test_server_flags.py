@@ -21,10 +21,11 @@ from sglang.srt.plugins import load_plugins
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.test_utils import CustomTestCase
 
-from sglang.srt.mem_cache.hicache import plugin, refusals, server_args
-from sglang.srt.mem_cache.hicache.choice import LayoutChoice, choice_of, choose
-from sglang.srt.mem_cache.hicache.help_flags import show_flags_in_help
-from sglang.srt.mem_cache.hicache.refusals import RULES, Answer, ModelFacts, Rule, Scope, ServerFacts, applying
+from sglang.srt.mem_cache.hicache.server import args as server_args
+from sglang.srt.mem_cache.hicache.server import plugin, refusals
+from sglang.srt.mem_cache.hicache.server.choice import LayoutChoice, choice_of, choose
+from sglang.srt.mem_cache.hicache.server.help import show_flags_in_help
+from sglang.srt.mem_cache.hicache.server.refusals import RULES, Answer, ModelFacts, Rule, Scope, ServerFacts, applying
 from sglang.srt.mem_cache.layouts import LayoutConfigError
 
 register_cpu_ci(est_time=60, suite="base-a-test-cpu")

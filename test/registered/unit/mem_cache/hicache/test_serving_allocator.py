@@ -11,8 +11,8 @@ from _caches import CacheSpec, CacheTestCase, chain, make_device_pool, make_layo
 from _groups import Group
 from sglang.test.ci.ci_register import register_cpu_ci
 
-from sglang.srt.mem_cache.hicache.invariants import violations
-from sglang.srt.mem_cache.hicache.serving_allocator import ServingSlotAllocator
+from sglang.srt.mem_cache.hicache.server.allocator import ServingSlotAllocator
+from sglang.srt.mem_cache.hicache.tree.invariants import violations
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -14,8 +14,8 @@ import pytest
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.test_utils import CustomTestCase
 
-from sglang.srt.mem_cache.hicache.signature_parameters import call_differences, declared_parameters
-from sglang.srt.mem_cache.hicache.signatures import check_signatures
+from sglang.srt.mem_cache.hicache.check.parameters import call_differences, declared_parameters
+from sglang.srt.mem_cache.hicache.check.signatures import check_signatures
 from sglang.srt.mem_cache.layouts.errors import LayoutConfigError
 
 if TYPE_CHECKING:

@@ -22,16 +22,16 @@ from _shared_ranks import (
 from sglang.test.ci.ci_register import register_cpu_ci
 
 from sglang.srt.mem_cache.hicache.cpu.pools import CpuDSATokenToKVPool
-from sglang.srt.mem_cache.hicache.device_pools import bytes_of, index_buffers
-from sglang.srt.mem_cache.hicache.page_reader import WholePages, as_integer_pages
-from sglang.srt.mem_cache.hicache.pool_kinds import pool_kind
+from sglang.srt.mem_cache.hicache.device.kinds import pool_kind
+from sglang.srt.mem_cache.hicache.device.page_reader import WholePages, as_integer_pages
+from sglang.srt.mem_cache.hicache.device.pools import bytes_of, index_buffers
 from sglang.srt.mem_cache.layouts import PoolKind
 from sglang.srt.mem_cache.layouts.errors import LayoutInvariantError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from sglang.srt.mem_cache.hicache.shared_pools import LayoutMLATokenToKVPool
+    from sglang.srt.mem_cache.hicache.device.shared_pools import LayoutMLATokenToKVPool
 
 register_cpu_ci(est_time=20, suite="base-a-test-cpu")
 

@@ -12,7 +12,7 @@ from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.allocator.paged import alloc_extend_naive
 from sglang.test.ci.ci_register import register_cpu_ci
 
-from sglang.srt.mem_cache.hicache.allocator import (
+from sglang.srt.mem_cache.hicache.slots.allocator import (
     CPSharedPagedTokenToKVPoolAllocator,
     StockSlotAllocator,
     slot_allocator,

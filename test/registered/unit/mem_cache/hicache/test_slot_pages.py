@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.test_utils import CustomTestCase
 
-from sglang.srt.mem_cache.hicache.page_runs import PageRuns
-from sglang.srt.mem_cache.hicache.slot_pages import PageLanes, PageTurns, slot_pages
+from sglang.srt.mem_cache.hicache.slots.free_pages import PageLanes, PageTurns, slot_pages
+from sglang.srt.mem_cache.hicache.slots.page_runs import PageRuns
 from sglang.srt.mem_cache.layouts import CpSharedLayout, IdentityLayout
 from sglang.srt.mem_cache.layouts.errors import LayoutConfigError, LayoutInvariantError
 
 if TYPE_CHECKING:
-    from sglang.srt.mem_cache.hicache.slot_pages import SlotPages
+    from sglang.srt.mem_cache.hicache.slots.free_pages import SlotPages
     from sglang.srt.mem_cache.layouts.pages import LaneArray
 
 register_cpu_ci(est_time=15, suite="base-a-test-cpu")

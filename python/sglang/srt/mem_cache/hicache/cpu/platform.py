@@ -15,7 +15,7 @@ from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import SRTPlatform
 
-from sglang.srt.mem_cache.hicache.help_flags import show_flags_in_help
+from sglang.srt.mem_cache.hicache.server.help import show_flags_in_help
 
 PLATFORM_CLASS = f"{__name__}.HostCpuPlatform"
 

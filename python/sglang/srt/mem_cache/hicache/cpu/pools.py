@@ -11,7 +11,7 @@ import torch
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator, alloc_extend_naive
 from sglang.srt.utils import get_num_new_pages
 
-from ..shared_pools import INDEX, LayoutDSATokenToKVPool, LayoutIndexKeyCache, LayoutMLATokenToKVPool
+from ..device.shared_pools import INDEX, LayoutDSATokenToKVPool, LayoutIndexKeyCache, LayoutMLATokenToKVPool
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention

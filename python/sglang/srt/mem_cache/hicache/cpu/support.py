@@ -24,7 +24,7 @@ import torch
 from sglang.srt.mem_cache.pool_host import base, common, dsa, mha, mla
 from sglang.srt.utils import is_cuda, is_hip, is_hpu, is_mps, is_musa, is_npu, is_xpu
 
-from ..host_memory import CPU_RESERVE_BYTES
+from ..host.memory import CPU_RESERVE_BYTES
 from . import copy_ops
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ import numpy as np
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.test_utils import CustomTestCase
 
-from sglang.srt.mem_cache.hicache.cuda import copy_engine
-from sglang.srt.mem_cache.hicache.cuda.copy_engine import CopyEngines, CopyTables
+from sglang.srt.mem_cache.hicache.copies.cuda import copy_engine
+from sglang.srt.mem_cache.hicache.copies.cuda.copy_engine import CopyEngines, CopyTables
 
 if TYPE_CHECKING:
     from collections.abc import Callable

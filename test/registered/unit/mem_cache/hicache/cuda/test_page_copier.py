@@ -9,8 +9,8 @@ import torch
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.test_utils import CustomTestCase
 
-from sglang.srt.mem_cache.hicache.cuda import page_copier
-from sglang.srt.mem_cache.hicache.cuda.page_copier import CopyTuning
+from sglang.srt.mem_cache.hicache.copies.cuda import page_copier
+from sglang.srt.mem_cache.hicache.copies.cuda.page_copier import CopyTuning
 
 register_cpu_ci(est_time=15, suite="base-a-test-cpu")
 

@@ -13,14 +13,14 @@ from _triton_interpreter import interpreted_kernel
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.test_utils import CustomTestCase
 
+from sglang.srt.mem_cache.hicache.copies.cuda.kernel_queue import chunk_table
+from sglang.srt.mem_cache.hicache.copies.cuda.page_maps import PageMap, page_maps
+from sglang.srt.mem_cache.hicache.copies.cuda.work import WorkShape, write_pairs
+from sglang.srt.mem_cache.hicache.copies.transfer import HostTransfer
 from sglang.srt.mem_cache.hicache.cpu.support import install_cpu_support
-from sglang.srt.mem_cache.hicache.cuda.kernel_queue import chunk_table
-from sglang.srt.mem_cache.hicache.cuda.page_maps import PageMap, page_maps
-from sglang.srt.mem_cache.hicache.cuda.work import WorkShape, write_pairs
-from sglang.srt.mem_cache.hicache.device_pools import build_device_pool, index_buffers, kv_buffers
-from sglang.srt.mem_cache.hicache.host_pools import AnyHostPool, build_host_pool
+from sglang.srt.mem_cache.hicache.device.pools import build_device_pool, index_buffers, kv_buffers
+from sglang.srt.mem_cache.hicache.host.pools import AnyHostPool, build_host_pool
 from sglang.srt.mem_cache.hicache.runtime import standalone_runtime
-from sglang.srt.mem_cache.hicache.transfer import HostTransfer
 from sglang.srt.mem_cache.layouts import PoolKind
 from sglang.srt.mem_cache.layouts.plans import CopyPlan
 

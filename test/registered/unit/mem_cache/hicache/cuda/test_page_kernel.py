@@ -19,10 +19,10 @@ from triton.backends.compiler import GPUTarget  # type: ignore[import-untyped]  
 from triton.backends.nvidia.compiler import CUDABackend  # type: ignore[import-untyped]  # ditto
 from triton.runtime.jit import create_function_from_signature  # type: ignore[import-untyped]  # ditto
 
-from sglang.srt.mem_cache.hicache.cuda import driver, page_kernel
-from sglang.srt.mem_cache.hicache.cuda.kernel_queue import chunk_table
-from sglang.srt.mem_cache.hicache.cuda.page_kernel import KernelShape
-from sglang.srt.mem_cache.hicache.cuda.page_maps import PageMap
+from sglang.srt.mem_cache.hicache.copies.cuda import driver, page_kernel
+from sglang.srt.mem_cache.hicache.copies.cuda.kernel_queue import chunk_table
+from sglang.srt.mem_cache.hicache.copies.cuda.page_kernel import KernelShape
+from sglang.srt.mem_cache.hicache.copies.cuda.page_maps import PageMap
 
 register_cpu_ci(est_time=20, suite="base-a-test-cpu")
 

@@ -10,13 +10,13 @@ from _caches import GEOMETRIES, LAYERS
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.test_utils import CustomTestCase
 
+from sglang.srt.mem_cache.hicache.copies.cuda.page_copier import page_copier
+from sglang.srt.mem_cache.hicache.copies.cuda.page_maps import PageMap, page_maps
+from sglang.srt.mem_cache.hicache.copies.transfer import HostTransfer
 from sglang.srt.mem_cache.hicache.cpu.support import install_cpu_support
-from sglang.srt.mem_cache.hicache.cuda.page_copier import page_copier
-from sglang.srt.mem_cache.hicache.cuda.page_maps import PageMap, page_maps
-from sglang.srt.mem_cache.hicache.device_pools import build_device_pool
-from sglang.srt.mem_cache.hicache.host_pools import build_host_pool
+from sglang.srt.mem_cache.hicache.device.pools import build_device_pool
+from sglang.srt.mem_cache.hicache.host.pools import build_host_pool
 from sglang.srt.mem_cache.hicache.runtime import standalone_runtime
-from sglang.srt.mem_cache.hicache.transfer import HostTransfer
 from sglang.srt.mem_cache.layouts import PoolKind
 
 if TYPE_CHECKING:

@@ -18,10 +18,10 @@ from sglang.srt.managers.cache_controller import LayerLoadingEvent
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.test_utils import CustomTestCase
 
-from sglang.srt.mem_cache.hicache.cuda.kernel_queue import KernelQueue
-from sglang.srt.mem_cache.hicache.cuda.page_copier import CopyTuning, CudaPageCopier
-from sglang.srt.mem_cache.hicache.cuda.page_kernel import KernelShape
-from sglang.srt.mem_cache.hicache.cuda.page_maps import PageMap
+from sglang.srt.mem_cache.hicache.copies.cuda.kernel_queue import KernelQueue
+from sglang.srt.mem_cache.hicache.copies.cuda.page_copier import CopyTuning, CudaPageCopier
+from sglang.srt.mem_cache.hicache.copies.cuda.page_kernel import KernelShape
+from sglang.srt.mem_cache.hicache.copies.cuda.page_maps import PageMap
 from sglang.srt.mem_cache.layouts.plans import CopyPlan
 
 if TYPE_CHECKING:

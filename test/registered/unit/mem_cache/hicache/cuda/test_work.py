@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.test_utils import CustomTestCase
 
-from sglang.srt.mem_cache.hicache.cuda.page_maps import PageMap
-from sglang.srt.mem_cache.hicache.cuda.work import SMALL_COPY_BYTES, Copies, Work, WorkShape, write_pairs
+from sglang.srt.mem_cache.hicache.copies.cuda.page_maps import PageMap
+from sglang.srt.mem_cache.hicache.copies.cuda.work import SMALL_COPY_BYTES, Copies, Work, WorkShape, write_pairs
 from sglang.srt.mem_cache.layouts.plans import CopyPlan
 
 register_cpu_ci(est_time=20, suite="base-a-test-cpu")

@@ -1,0 +1,1 @@
+"""Whether this installation and SGLang fit together."""

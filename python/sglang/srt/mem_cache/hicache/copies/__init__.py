@@ -1,0 +1,1 @@
+"""Copies between the tiers: plans become row indices here, and bytes move."""

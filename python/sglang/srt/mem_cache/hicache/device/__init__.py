@@ -1,0 +1,1 @@
+"""Device pools: which kinds are served, how sharded ones are written and read."""

@@ -1,0 +1,1 @@
+"""Host memory: SGLang's pools, free pages, and the ledger of all ranks."""

@@ -1,0 +1,1 @@
+"""The way into an SGLang server: flags, hooks, refusals, metrics."""

@@ -1,0 +1,190 @@
+"""Our flags on SGLang's command line, config file and `Engine`, and the check before anything is spawned.
+
+Each function here is a hook on a function of SGLang's (`plugin` says which). Without our flags each of them hands
+SGLang's own result on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from sglang.srt.arg_groups.model_override_base import resolving_view
+
+from sglang.srt.mem_cache.layouts.config import DEFAULT_LAYOUT
+from sglang.srt.mem_cache.layouts.errors import LayoutConfigError
+from sglang.srt.mem_cache.layouts.registry import known_layouts
+
+from ..device.geometry import DsaGeometry, index_key_bytes
+from .choice import CONFIG_FLAG, CP_SHARED_FLAG, STRATEGY_FLAG, attach_choice, choice_of, choose
+from .graphs import phases_asked_for, phases_with_graphs, turn_graphs_off
+from .refusals import RADIX_BACKEND, ModelFacts, ServerFacts, refuse_what_does_not_fit
+from .values import refuse_sizes, refuse_values
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Callable
+
+    from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.server_args import ServerArgs
+
+    from .choice import LayoutChoice
+
+SUPPORTED_RELEASES: Final = ("0.5.20",)
+KEYWORDS: Final = ("kv_layout_strategy", "kv_layout_config", "enable_nsa_prefill_cp_shared_kv")
+
+logger = logging.getLogger(__name__)
+
+
+def add_options(_result: None, parser: argparse.ArgumentParser) -> None:
+    """After ``ServerArgs.add_cli_args``: three more options, in a group of their own."""
+    group = parser.add_argument_group("KV layout strategies (sglang-kv-layouts)")
+    group.add_argument(
+        STRATEGY_FLAG,
+        metavar="NAME",
+        default=None,
+        help="Which rank keeps which KV page, on the device and on the host. "
+        f"One of: {', '.join(known_layouts())}. Needs --enable-hierarchical-cache.",
+    )
+    group.add_argument(
+        CONFIG_FLAG, metavar="JSON|@FILE", default=None, help="Settings of the layout strategy, as a JSON object."
+    )
+    group.add_argument(
+        CP_SHARED_FLAG, action="store_true", help=f"The same as {STRATEGY_FLAG} cp_shared: ranks share pages out."
+    )
+
+
+def read_options(
+    original: Callable[[type[ServerArgs], argparse.Namespace], ServerArgs],
+    cls: type[ServerArgs],
+    args: argparse.Namespace,
+) -> ServerArgs:
+    """Around ``ServerArgs.from_cli_args``: record the choice. `LayoutConfigError` for flags that make no sense."""
+    choice = choose(*(getattr(args, keyword, None) for keyword in KEYWORDS[:2]), enable_cp_shared=_flag(args))
+    return _with_choice(original(cls, args), choice)
+
+
+def keyword_factory(original: Callable[..., ServerArgs]) -> Callable[..., ServerArgs]:
+    """`Engine.server_args_class` that takes our keywords besides those of `ServerArgs`."""
+
+    def build(*positional: object, **keywords: Any) -> ServerArgs:  # noqa: ANN401  # ServerArgs' own keywords
+        strategy, config, cp_shared = (keywords.pop(keyword, None) for keyword in KEYWORDS)
+        choice = choose(strategy, config, enable_cp_shared=bool(cp_shared))
+        return _with_choice(original(*positional, **keywords), choice)
+
+    return build
+
+
+def check(original: Callable[[ServerArgs], None], server_args: ServerArgs) -> None:
+    """Around ``ServerArgs.check_server_args``, in the parent: refuse what does not fit, name what is unusual.
+
+    Numbers that SGLang's own check divides by are judged before it, all else after it. A strategy that shares pages
+    out over a group of one rank becomes `identity`, with a warning. Raises `LayoutConfigError`, with nothing spawned.
+    """
+    choice = choice_of(server_args)
+    if choice is None:
+        original(server_args)
+        return
+    refuse_sizes(resolving_view(server_args))
+    original(server_args)
+    refuse_unsupported_release(choice.asked)
+    from .plugin import refuse_missing_hooks
+
+    refuse_missing_hooks(choice.asked)
+    facts = server_facts(server_args)
+    lanes = choice.create(page_size=facts.args.page_size, shard_size=facts.shard_size, shard_rank=0).lane_count
+    if facts.shard_size == 1 and choice.strategy != DEFAULT_LAYOUT:
+        logger.warning(
+            "%s: the shard group has one rank (--tp-size %d), so there is nothing to share; using %s %s",
+            choice.asked,
+            facts.args.tp_size,
+            STRATEGY_FLAG,
+            DEFAULT_LAYOUT,
+        )
+        choice = dataclasses.replace(choice, strategy=DEFAULT_LAYOUT, options={}, flag=STRATEGY_FLAG)
+        attach_choice(server_args, choice)
+    for warning in refuse_what_does_not_fit(facts, choice.asked, sharded=lanes > 1):
+        logger.warning("%s", warning)
+    refuse_values(facts)
+    if facts.graphs_on and lanes > 1:
+        turn_graphs_off(server_args)
+
+
+def server_facts(server_args: ServerArgs) -> ServerFacts:
+    """What the table of `refusals` asks about. Reads the model's configuration, not its weights."""
+    from sglang.srt.arg_groups.model_override_base import model_config_of
+    from sglang.srt.configs.hybrid_arch import mambaish_config
+    from sglang.srt.configs.model_config import AttentionArch, get_dsa_index_kpool, is_deepseek_dsa
+    from sglang.srt.utils import is_cuda
+
+    from ..cpu.support import accelerator_present
+
+    args = resolving_view(server_args)
+    model = model_config_of(server_args)
+    is_dsa = is_deepseek_dsa(model.hf_config)
+    return ServerFacts(
+        args=args,
+        model=ModelFacts(
+            is_mla=model.attention_arch == AttentionArch.MLA,
+            has_uneven_heads=model.head_dim != model.v_head_dim,
+            is_dsa=is_dsa,
+            index_kpool=get_dsa_index_kpool(model.hf_config),
+            index_share=_index_share(model, args.kv_cache_dtype) if is_dsa else 0.0,
+            is_hybrid_swa=model.is_hybrid_swa,
+            is_recurrent=mambaish_config(model) is not None,
+        ),
+        shard_size=shard_size(args),
+        on_cpu=not accelerator_present(),
+        on_nvidia=is_cuda(),
+        graphs_on=accelerator_present() and bool(phases_with_graphs(server_args)),
+        graphs_asked_for=accelerator_present() and bool(phases_asked_for(server_args)),
+    )
+
+
+def _index_share(model: ModelConfig, kv_cache_dtype: str) -> float:
+    """Host bytes of a DSA model's index beside one byte of its KV.
+
+    Float8 rows are taken as packed, the larger of the two ways to keep them: a server is not refused in vain.
+    """
+    row = DsaGeometry(
+        kv_lora_rank=model.kv_lora_rank,
+        qk_rope_head_dim=model.qk_rope_head_dim,
+        dtype=torch.float8_e4m3fn if "fp8" in kv_cache_dtype else model.dtype,
+    )
+    return index_key_bytes(model.index_head_dim) / row.kv_bytes
+
+
+def shard_size(args: Any) -> int:  # noqa: ANN401  # any view of ServerArgs
+    """Ranks of the shard group: the attention-CP group if it has peers, else the attention-TP group."""
+    if args.attn_cp_size > 1:
+        return int(args.attn_cp_size)
+    attention_groups = args.dp_size if args.enable_dp_attention else 1
+    return max(int(args.tp_size) // int(attention_groups), 1)
+
+
+def refuse_unsupported_release(asked: str) -> None:
+    """Raise `LayoutConfigError` unless the SGLang release is one that this distribution was written for."""
+    try:
+        release = version("sglang")
+    except PackageNotFoundError:
+        release = "unknown"
+    if release not in SUPPORTED_RELEASES:
+        accepted = ", ".join(SUPPORTED_RELEASES)
+        raise LayoutConfigError(
+            f"{asked} needs SGLang {accepted}, got {release}; install sglang=={SUPPORTED_RELEASES[-1]} or drop the flag"
+        )
+
+
+def _with_choice(server_args: ServerArgs, choice: LayoutChoice | None) -> ServerArgs:
+    if choice is not None:
+        attach_choice(server_args, choice)
+        if server_args.radix_cache_backend is None:  # another one is refused by `check`
+            server_args.radix_cache_backend = RADIX_BACKEND
+    return server_args
+
+
+def _flag(args: argparse.Namespace) -> bool:
+    return bool(getattr(args, KEYWORDS[2], False))

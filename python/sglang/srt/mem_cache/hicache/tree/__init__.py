@@ -1,0 +1,1 @@
+"""The radix tree: nodes, locks, and who leaves which tier when."""

@@ -1,0 +1,281 @@
+"""`LayoutRadixTree`: the tree itself. Matching, insertion and splitting.
+
+It extends SGLang's `RadixCache` (which keeps the request-level calls) by way of `tree_accounting`, and knows two
+tiers only as states of its nodes; moving nodes between tiers is `radix_cache.HiRadixCache`'s work. All state is a
+function of the calls made, never of a clock or of this rank, so equal calls give equal trees on all ranks.
+"""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Generic
+
+import torch
+from sglang.srt.mem_cache.base_prefix_cache import InsertParams, InsertResult, MatchResult
+from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.mem_cache.utils import compute_node_hash_values, split_node_hash_value
+
+from sglang.srt.mem_cache.layouts.errors import LayoutInvariantError
+from sglang.srt.mem_cache.layouts.pages import PageArray, pages_of_tokens, tokens_of_pages
+from sglang.srt.mem_cache.layouts.protocol import MetadataT
+
+from .accounting import TreeAccounting, parent_of
+from .node import LayoutTreeNode
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
+
+
+@dataclass(kw_only=True)
+class PagedInsertParams(InsertParams):
+    """SGLang's `InsertParams` with the page numbers of `value`, so that nothing is read back from the device."""
+
+    slot_pages: PageArray | None = None
+
+
+class LayoutRadixTree(TreeAccounting[MetadataT], Generic[MetadataT]):
+    """A radix tree over whole pages whose nodes may lie on the device, on the host, or both.
+
+    Invariant: a node on the device has its whole prefix on the device.
+    """
+
+    def reset(self) -> None:
+        """An empty tree. Slots and host pages are the caller's to free."""
+        super().reset()
+        self._tick = 0
+        self._next_id = 0
+        self.root_node = self._new_node(RadixKey(array("q")), priority=-sys.maxsize)
+        self.root_node.value = torch.empty(0, dtype=torch.int64, device=self.device)
+        self.root_node.lock_ref = 1
+        self.root_node.hash_value = []
+        self._empty_match_result = MatchResult(
+            device_indices=self.root_node.value,
+            last_device_node=self.root_node,
+            last_host_node=self.root_node,
+            best_match_node=self.root_node,
+        )
+        self.kv_events.record_all_cleared()
+
+    # Matching.
+
+    def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
+        """Longest cached prefix of a key, on the device and, below that, on the host.
+
+        A node is split if the match ends inside it. `device_indices` are slots; `host_hit_length` counts the
+        logical tokens that only the host has.
+        """
+        key, _ = params.key.maybe_to_bigram_view(self.is_eagle)
+        key = _whole_pages_of(key, self.page_size)
+        if self.disable or len(key) == 0:
+            return self._empty_match_result
+        values: list[torch.Tensor] = []
+        last_node = self._walk(key, values)
+        host_hit_length = 0
+        device_node = last_node
+        while device_node.value is None:
+            host_hit_length += device_node.host_len
+            device_node = parent_of(device_node)
+        host_node = last_node
+        while not host_node.backuped:
+            host_node = parent_of(host_node)
+        return MatchResult(
+            device_indices=torch.cat(values) if values else self._empty_match_result.device_indices,
+            last_device_node=device_node,
+            last_host_node=host_node,
+            best_match_node=host_node,
+            host_hit_length=host_hit_length,
+        )
+
+    def _walk(self, key: RadixKey, values: list[torch.Tensor]) -> LayoutTreeNode[MetadataT]:
+        tick = self._now()
+        node = self.root_node
+        node.last_access_time = tick
+        matched, end = 0, len(key)
+        while matched < end:
+            child = node.children.get(key.child_key_at(matched, self.page_size))
+            if child is None:
+                break
+            shared = child.key.match_at(key, matched, self.page_size)
+            child.last_access_time = tick
+            self._touch(child)
+            node = self._split_node(child.key, child, shared) if shared < child.tokens else child
+            matched += shared
+            if node.value is not None:
+                values.append(node.value)
+            if node is not child:
+                break
+        return node
+
+    # Insertion.
+
+    def insert(self, params: InsertParams) -> InsertResult:
+        """Put a chain of slots into the tree; `value` is one slot a token, int64, on the pool's device.
+
+        Nodes that had left the device get the new slots. `prefix_len` counts the tokens whose slots the tree had
+        already: the caller frees its duplicates of those. The rest belongs to the tree from now on. The page
+        numbers come with `PagedInsertParams`; else they are read from `value`, which waits for its device. Raises
+        `LayoutInvariantError`, with the tree unchanged, for fewer slots or pages than tokens, or parts of pages.
+        """
+        if self.disable:
+            return InsertResult(prefix_len=0)
+        key, value = params.key.maybe_to_bigram_view(self.is_eagle, params.value)
+        key = _whole_pages_of(key, self.page_size)
+        if len(key) == 0:
+            return InsertResult(prefix_len=0)
+        if value is None or len(value) < len(key):
+            raise LayoutInvariantError(
+                f"insert of {len(key)} tokens came with {0 if value is None else len(value)} slots"
+            )
+        pages = params.slot_pages if isinstance(params, PagedInsertParams) else None
+        if pages is None:
+            pages = self._slot_pages_of(value[: len(key)])
+        if len(pages) * self.page_size < len(key):
+            raise LayoutInvariantError(f"insert of {len(key)} tokens came with {len(pages)} slot pages")
+        return self._insert_slots(key, value, pages, params.priority or 0, params.chunked)
+
+    def _slot_pages_of(self, value: torch.Tensor) -> PageArray:
+        """Page numbers of `value`, read from its device. `LayoutInvariantError` if a slot is not where it belongs."""
+        slots = value.to("cpu", torch.int64)
+        pages = pages_of_tokens(slots, self.page_size)
+        if not torch.equal(slots, tokens_of_pages(pages, self.page_size)):
+            raise LayoutInvariantError(f"{len(slots)} slots to insert are no whole pages of {self.page_size}")
+        return pages
+
+    def _insert_slots(
+        self, key: RadixKey, value: torch.Tensor, pages: PageArray, priority: int, chunked: bool
+    ) -> InsertResult:
+        tick = self._now()
+        node = self.root_node
+        at, duplicates, end = 0, 0, len(key)
+        while at < end:
+            child = node.children.get(key.child_key_at(at, self.page_size))
+            if child is None:
+                break
+            shared = child.key.match_at(key, at, self.page_size)
+            child.last_access_time = tick
+            child.priority = max(child.priority, priority)
+            self._touch(child)
+            node = self._split_node(child.key, child, shared) if shared < child.tokens else child
+            if node.value is None:
+                self._put_on_device(node, value[at : at + shared].clone(), self._page_range(pages, at, at + shared))
+                self.kv_events.record_store(node)
+            else:
+                duplicates += shared
+                self._on_hit(node, chunked)
+            at += shared
+        if at < end:
+            node = self._add_leaf(node, key[at:], priority)
+            self._put_on_device(node, value[at:end].clone(), self._page_range(pages, at, end))
+            self.kv_events.record_store(node)
+            self._on_hit(node, chunked)
+        return InsertResult(prefix_len=duplicates, last_device_node=node)
+
+    def _page_range(self, pages: PageArray, start: int, stop: int) -> PageArray:
+        return pages[start // self.page_size : stop // self.page_size].copy()
+
+    def _add_leaf(self, parent: LayoutTreeNode[MetadataT], key: RadixKey, priority: int) -> LayoutTreeNode[MetadataT]:
+        # A tick of its own: it is younger than the sibling that a split has just left beside it.
+        leaf = self._new_node(key, priority=priority, tick=self._now())
+        leaf.parent = parent
+        parent.children[key.child_key(self.page_size)] = leaf
+        if self.kv_events.enabled:
+            leaf.hash_value = compute_node_hash_values(leaf, self.page_size)
+        return leaf
+
+    def _on_hit(self, node: LayoutTreeNode[MetadataT], chunked: bool) -> None:
+        """A request reused or created `node`. Chunks of one request do not count as hits of each other."""
+        if not chunked:
+            node.hit_count += 1
+            self._touch(node)
+
+    # Structure.
+
+    def _split_node(self, key: RadixKey, child: LayoutTreeNode[MetadataT], split_len: int) -> LayoutTreeNode[MetadataT]:
+        """Insert a node above `child` that takes over its first `split_len` tokens, and return it.
+
+        Slots and metadata are divided, by the strategy where it is metadata; locks and host protection hold
+        for both halves; hit count and priority are inherited.
+        """
+        upper = self._new_node(key[:split_len], priority=child.priority, tick=self._tick)
+        upper.hit_count = child.hit_count
+        upper.lock_ref = child.lock_ref
+        upper.host_ref_counter = child.host_ref_counter
+        upper.hash_value, child.hash_value = split_node_hash_value(child.hash_value, split_len, self.page_size)
+        upper.event_hash_value, child.event_hash_value = split_node_hash_value(
+            child.event_hash_value, split_len, self.page_size
+        )
+        value, slot_pages, metadata = child.value, child.slot_pages, child.metadata
+        child.clear_slots()
+        child.clear_metadata()
+        upper.parent = child.parent
+        parent_of(child).children[key.child_key(self.page_size)] = upper
+        child.parent = upper
+        child.key = key[split_len:]
+        upper.children[child.key.child_key(self.page_size)] = child
+        if value is not None:
+            pages = split_len // self.page_size
+            upper.set_slots(value[:split_len].clone(), slot_pages[:pages].copy())
+            child.set_slots(value[split_len:].clone(), slot_pages[pages:].copy())
+        if metadata is not None:
+            first, rest = self.layout.split(metadata, split_len)
+            upper.set_metadata(first)
+            child.set_metadata(rest)
+        self._after_split(upper, child)
+        self._refresh(upper)
+        self._refresh(child)
+        return upper
+
+    def _after_split(self, upper: LayoutTreeNode[MetadataT], child: LayoutTreeNode[MetadataT]) -> None:
+        """Hook: work under way on `child` now concerns `upper` too."""
+
+    def _unlink(self, node: LayoutTreeNode[MetadataT]) -> None:
+        """Take a node that holds nothing out of the tree, and with it all below."""
+        parent = parent_of(node)
+        removed = parent.children.pop(node.key.child_key(self.page_size), None)
+        if removed is not node:
+            raise LayoutInvariantError(f"node {node.id} is not the child of node {parent.id} under its own key")
+        self._refresh(parent)
+
+    # Inspection.
+
+    def nodes(self) -> Iterator[LayoutTreeNode[MetadataT]]:
+        """Every node but the root, parents first, children in order of insertion."""
+        stack = list(reversed(self.root_node.children.values()))
+        while stack:
+            node = stack.pop()
+            yield node
+            stack.extend(reversed(node.children.values()))
+
+    def total_size(self) -> int:
+        """Logical tokens on the device."""
+        return sum(node.tokens for node in self.nodes() if node.value is not None)
+
+    def all_values_flatten(self) -> torch.Tensor:
+        """Every slot that the tree holds: int64, shape ``[tokens]``, on the pool's device."""
+        values = [node.value for node in self.nodes() if node.value is not None]
+        return torch.cat(values) if values else self._empty_match_result.device_indices
+
+    def _new_node(self, key: RadixKey, *, priority: int, tick: int | None = None) -> LayoutTreeNode[MetadataT]:
+        self._next_id += 1
+        return LayoutTreeNode(
+            node_id=self._next_id, tick=self._tick if tick is None else tick, key=key, priority=priority
+        )
+
+    def _now(self) -> int:
+        self._tick += 1
+        return self._tick
+
+
+def _whole_pages_of(key: RadixKey, page_size: int) -> RadixKey:
+    """`key` up to its last whole page, sharing its tokens: SGLang's `page_aligned` copies them."""
+    tokens = len(key) // page_size * page_size
+    if tokens == len(key):
+        return key
+    if tokens == 0:
+        return key[:0]
+    raw_tokens = tokens + 1 if key.is_bigram else tokens
+    return RadixKey(key.token_ids, key.extra_key, key.is_bigram, raw_tokens, key.cache_salt)
