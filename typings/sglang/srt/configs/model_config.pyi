@@ -11,6 +11,8 @@ class ModelConfig:
     attention_arch: AttentionArch
     is_hybrid_swa: bool
     dtype: torch.dtype
+    head_dim: int
+    v_head_dim: int
     kv_lora_rank: int
     qk_rope_head_dim: int
     index_head_dim: int

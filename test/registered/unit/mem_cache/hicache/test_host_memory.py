@@ -9,7 +9,7 @@ from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 from unittest import mock
 
 from _caches import GEOMETRIES, CacheTestCase
@@ -19,10 +19,10 @@ from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.srt.mem_cache.hicache.device.geometry import DsaGeometry
 from sglang.srt.mem_cache.hicache.device.pools import build_device_pool, bytes_of
 from sglang.srt.mem_cache.hicache.host import memory as host_memory
-from sglang.srt.mem_cache.hicache.host import server_args
 from sglang.srt.mem_cache.hicache.host.memory import CPU_RESERVE_BYTES, available_bytes, ranks_on_this_machine
 from sglang.srt.mem_cache.hicache.host.pools import build_host_pool, host_bytes_of
 from sglang.srt.mem_cache.hicache.host.sizes import device_pool_bytes, host_pages, host_pool_bytes
+from sglang.srt.mem_cache.hicache.server import args as server_args
 from sglang.srt.mem_cache.hicache.server.values import refuse_values
 from sglang.srt.mem_cache.layouts import LayoutConfigError, PoolKind
 
@@ -166,20 +166,21 @@ class TestControlGroups(unittest.TestCase):
 class TestInTheParent(CacheTestCase):
     """SGLang's real resolution and check of a real model's configuration, up to where processes would be spawned."""
 
+    folder: ClassVar[str]
+
     @classmethod
     def setUpClass(cls) -> None:
         super().setUpClass()
         load_plugins()
-        cls.folder = tempfile.TemporaryDirectory()
-        cls.addClassCleanup(cls.folder.cleanup)
+        cls.folder = cls.enterClassContext(tempfile.TemporaryDirectory())
         for name, config in (("mla", MLA), ("dsa", DSA)):
-            path = Path(cls.folder.name, name)
+            path = Path(cls.folder, name)
             path.mkdir()
             (path / "config.json").write_text(json.dumps(config), encoding="utf-8")
 
     def _record(self, model: str, **fields: Any) -> Any:  # noqa: ANN401  # fields of ServerArgs, and one
         good = {
-            "model_path": str(Path(self.folder.name, model)),
+            "model_path": str(Path(self.folder, model)),
             "device": "cpu",
             "enable_hierarchical_cache": True,
             "hicache_io_backend": "direct",
