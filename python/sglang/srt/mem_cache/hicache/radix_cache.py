@@ -110,6 +110,9 @@ class HiRadixCache(NoStorageTier, TieredRadixTree[MetadataT], Generic[MetadataT]
         self.stats = CacheStats()
         super().__init__(params, layout)
 
+    def init_metrics_collector(self) -> None:
+        """None yet: SGLang's knows no rank. A server gives the cache one that does (`metrics.traffic_collector`)."""
+
     def reset(self) -> None:
         """Drop the whole cache, transfers under way included, and give all host memory back.
 
