@@ -95,6 +95,7 @@ class HiRadixCache(NoStorageTier, TieredRadixTree[MetadataT], Generic[MetadataT]
             size_gb=settings.host_gb,
             page_size=layout.page_size,
             mem_layout=settings.mem_layout,
+            ranks_on_machine=settings.ranks_on_machine,
         )
         self.load_cache_event = threading.Event()
         self.cache_controller: HiCacheController[MetadataT] = HiCacheController(
