@@ -74,6 +74,7 @@ def assemble_cache(
             pp_group=params.pp_cache_group,
             pp_rank=params.pp_rank,
             pp_size=params.pp_size,
+            peer_seconds=settings.peer_seconds,
         )
     host_pool = build_host_pool(
         allocator.get_kvcache(),
@@ -81,6 +82,7 @@ def assemble_cache(
         size_gb=settings.host_gb,
         page_size=layout.page_size,
         mem_layout=settings.mem_layout,
+        ranks_on_machine=settings.ranks_on_machine,
     )
     controller = assemble_controller(
         params, layout=layout, settings=settings, slots=slots, host_pool=host_pool, agreement=agreement

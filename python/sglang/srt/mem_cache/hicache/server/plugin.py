@@ -33,7 +33,7 @@ _ENGINE_MODULE: Final = "sglang.srt.entrypoints.engine"
 HOOKS: Final = (
     Hook(target=f"{_SERVER_ARGS}.add_cli_args", function=server_args.add_options, kind=HookType.AFTER),
     Hook(target=f"{_SERVER_ARGS}.from_cli_args", function=server_args.read_options, kind=HookType.AROUND),
-    Hook(target=f"{_SERVER_ARGS}.check_server_args", function=server_args.check, kind=HookType.AFTER),
+    Hook(target=f"{_SERVER_ARGS}.check_server_args", function=server_args.check, kind=HookType.AROUND),
     Hook(target=f"{_CONFIGURATOR}._build_token_to_kv_pool", function=startup.build_pool, kind=HookType.AROUND),
     Hook(
         target=f"{_CONFIGURATOR}._build_token_to_kv_pool_allocator",

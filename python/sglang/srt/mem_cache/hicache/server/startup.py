@@ -28,7 +28,7 @@ from ..device.shared_pools import LayoutDSATokenToKVPool, LayoutMLATokenToKVPool
 from ..host.pools import host_bytes_of
 from ..radix_cache import HiRadixCache
 from ..requests.pages import RequestPages
-from ..settings import HiCacheSettings, ShardGroup
+from ..settings import HiCacheSettings, ShardGroup, peer_seconds
 from .allocator import ServingSlotAllocator
 from .choice import choice_of
 from .hooks import refuse_missing_hooks
@@ -158,9 +158,8 @@ def share_pool(pool: KVCache, layout: AnyKVLayoutStrategy) -> None:
             f"--kv-layout-strategy {name} has {lane_count} lanes but no local_rows (ShardedPoolLayout); "
             "accepted in a server: strategies with one lane, or with local_rows"
         )
-    pool.access = SharedPages(
-        layout, page_size=page_size, lane_count=lane_count, reduce=group_sum(_shard_ranks().device_group)
-    )
+    reduce = group_sum(_shard_ranks().device_group, peer_seconds=peer_seconds())
+    pool.access = SharedPages(layout, page_size=page_size, lane_count=lane_count, reduce=reduce)
 
 
 def _shard_ranks() -> GroupCoordinator:
