@@ -5,18 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvlayouts.ranks.messages import RankError
+from kvlayouts.common.alone import load_alone
 from kvlayouts.ranks.processes import PEER_SECONDS, run_job
-from kvlayouts.replay.results import LayoutResult, ReplayError, page_imbalance
+from kvlayouts.replay.results import LayoutResult, page_imbalance
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kvlayouts.ranks.launch import Outbox
-    from kvlayouts.ranks.messages import Finished, RankOrder
+    from kvlayouts.common.trace import Trace
+    from kvlayouts.ranks.job import RankOrder
+    from kvlayouts.ranks.messages import Finished
+    from kvlayouts.ranks.outbox import Outbox
+    from kvlayouts.replay.config import ReplayConfig
     from kvlayouts.replay.messages import RankReport
-    from kvlayouts.replay.results import ReplayConfig
-    from kvlayouts.replay.trace import Trace
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,18 +43,16 @@ def run_replay(
 ) -> dict[str, LayoutResult]:
     """Replay `trace` with each of `config.layouts`, and return the results by layout.
 
-    `on_progress` hears layout, requests done, requests in all. Raises `ReplayError`, naming the rank, if one fails,
+    `on_progress` hears layout, requests done, requests in all. Raises `RankError`, naming the rank, if one fails,
     dies or lets its peers wait for `peer_seconds` within a collective; no process is left then.
     """
-    try:
-        finished = run_job(
-            ReplayJob(config=config, trace=trace),
-            ranks=config.cp_size,
-            on_progress=lambda layout, done: on_progress(layout, done, len(trace.requests)),
-            peer_seconds=peer_seconds,
-        )
-    except RankError as error:
-        raise ReplayError(str(error)) from error.__cause__
+    load_alone("hicache")  # the statistics in a report are its; SGLang is for the ranks alone to load
+    finished = run_job(
+        ReplayJob(config=config, trace=trace),
+        ranks=config.cp_size,
+        on_progress=lambda layout, done: on_progress(layout, done, len(trace.requests)),
+        peer_seconds=peer_seconds,
+    )
     return {
         layout: _combine(trace, [finished[rank][layout] for rank in range(config.cp_size)]) for layout in config.layouts
     }

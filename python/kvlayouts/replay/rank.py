@@ -18,11 +18,11 @@ import torch.distributed as dist
 from sglang.srt.mem_cache.base_prefix_cache import InitLoadBackParams, InsertParams, MatchPrefixParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
+from kvlayouts.common.trace import token_ids
 from kvlayouts.ranks.cache import LAYERS, build_rank_cache
 from kvlayouts.replay.content import KVContent, Words, prefix_sums
 from kvlayouts.replay.messages import RankReport
 from kvlayouts.replay.results import HitPoint, HitSeriesRecorder
-from kvlayouts.replay.trace import token_ids
 from sglang.srt.mem_cache.hicache.device.pools import DsaGeometry, Geometry, MhaGeometry, MlaGeometry
 from sglang.srt.mem_cache.hicache.device.pools import bytes_of as device_bytes_of
 from sglang.srt.mem_cache.hicache.host.pools import host_bytes_of
@@ -35,8 +35,8 @@ from sglang.srt.mem_cache.layouts.pages import PageArray, pages_of_tokens
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kvlayouts.replay.results import ReplayConfig
-    from kvlayouts.replay.trace import Trace, TraceRequest
+    from kvlayouts.common.trace import Trace, TraceRequest
+    from kvlayouts.replay.config import ReplayConfig
 
 CHECKPOINTS = 16
 SAMPLED_ONE_IN = 16

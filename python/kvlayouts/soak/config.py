@@ -7,13 +7,13 @@ import shlex
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from kvlayouts.replay.config import (
+from kvlayouts.common.errors import InputError
+from kvlayouts.common.values import (
     MAX_CP_SIZE,
     MAX_SEED,
     EvictionPolicy,
     HostLayout,
     PoolKind,
-    ReplayInputError,
     WritePolicy,
     check_pool_page_size,
     check_range,
@@ -40,7 +40,7 @@ MIN_CHECK_EVENTS: Final = 1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SoakConfig:
-    """The options of one soak; picklable. Construction raises `ReplayInputError` for values that cannot run.
+    """The options of one soak; picklable. Construction raises `InputError` for values that cannot run.
 
     Ends after `events` events (primitive calls on the cache, the same on every rank) if given, else after
     `minutes`. `check_every` events all invariants are recounted and the ranks compared.
@@ -67,15 +67,15 @@ class SoakConfig:
         if self.events is not None:
             check_range("--events", self.events, 1, MAX_EVENTS)
         elif not 0 < self.minutes <= 7 * 24 * 60:
-            raise ReplayInputError(f"--minutes {self.minutes:g}: must be above 0 and at most {7 * 24 * 60}")
+            raise InputError(f"--minutes {self.minutes:g}: must be above 0 and at most {7 * 24 * 60}")
         check_range("--seed", self.seed, 0, MAX_SEED)
         check_range("--check-every", self.check_every, MIN_CHECK_EVENTS, MAX_EVENTS)
         check_pool_page_size(self.pool, self.page_size)
         for fault in self.faults:
             if fault not in FAULTS:
-                raise ReplayInputError(f"--faults {fault}: must be none, or among {','.join(FAULTS)}")
+                raise InputError(f"--faults {fault}: must be none, or among {','.join(FAULTS)}")
             if self.faults.count(fault) > 1:
-                raise ReplayInputError(f"--faults {fault}: given twice; each kind is named once")
+                raise InputError(f"--faults {fault}: given twice; each kind is named once")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -22,13 +22,15 @@ import pytest
 from rich.console import Console
 
 from kvlayouts import main as command
-from kvlayouts.endings import Terminated
-from kvlayouts.replay.progress import show_progress
-from kvlayouts.replay.results import LayoutResult, ReplayConfig, ReplayError
+from kvlayouts.common.endings import Terminated
+from kvlayouts.common.errors import RunError
+from kvlayouts.common.progress import show_progress
+from kvlayouts.replay.config import ReplayConfig
 
 if TYPE_CHECKING:
-    from kvlayouts.replay.progress import OnProgress
-    from kvlayouts.replay.trace import Trace
+    from kvlayouts.common.progress import OnProgress
+    from kvlayouts.common.trace import Trace
+    from kvlayouts.replay.results import LayoutResult
 
 DRIVER = "kvlayouts.replay.driver"
 
@@ -290,7 +292,7 @@ def test_a_mismatch_or_a_disagreement_in_any_layout_exits_with_1(
 def test_a_failed_run_exits_with_1_and_one_line(
     trace_file: Path, driver: _Driver, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    driver.error = ReplayError("rank 3 ended\nwith status 9")
+    driver.error = RunError("rank 3 ended\nwith status 9")
     assert command.main(["replay", str(trace_file)]) == 1
     assert capsys.readouterr().err == "kvlayouts: error: rank 3 ended with status 9\n"
 

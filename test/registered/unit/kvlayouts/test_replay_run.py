@@ -24,13 +24,14 @@ from _replays import (
 from sglang.test.ci.ci_register import register_cpu_ci
 
 from kvlayouts import main as command
+from kvlayouts.common.errors import RunError
 from kvlayouts.ranks.processes import RankTraceback
-from kvlayouts.replay.config import ReplayConfig, ReplayError
 from kvlayouts.replay.driver import run_replay
 
 if TYPE_CHECKING:
+    from kvlayouts.common.trace import Trace
+    from kvlayouts.replay.config import ReplayConfig
     from kvlayouts.replay.results import LayoutResult
-    from kvlayouts.replay.trace import Trace
 
 register_cpu_ci(est_time=90, suite="base-a-test-cpu")
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(180), pytest.mark.usefixtures("fork_server")]
@@ -258,7 +259,7 @@ def test_a_rank_that_raises_is_named_on_one_line_and_its_traceback_is_shown_on_r
     assert shown[-1] == line
     assert rank_processes() == []
     config = small_config(layouts=("breaks_on_rank_1",))
-    with pytest.raises(ReplayError, match="rank 1 of 2 failed") as caught:
+    with pytest.raises(RunError, match="rank 1 of 2 failed") as caught:
         _replay(config, _trace(tmp_path, config))
     assert isinstance(caught.value.__cause__, RankTraceback)
 

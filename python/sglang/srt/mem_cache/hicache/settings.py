@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING
 
 from sglang.srt.runtime_context import get_memory, get_serving
 
 from sglang.srt.mem_cache.layouts.config import GroupKind
 from sglang.srt.mem_cache.layouts.errors import LayoutConfigError
 
-WritePolicy: TypeAlias = Literal["write_through", "write_through_selective", "write_back"]
-WRITE_POLICIES: tuple[str, ...] = get_args(WritePolicy)
+from .accepted import WRITE_POLICIES
+
+if TYPE_CHECKING:
+    from .accepted import WritePolicy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

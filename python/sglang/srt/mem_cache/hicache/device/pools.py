@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, ClassVar, TypeAlias
 import torch
 from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool, KVCache, MHATokenToKVPool, MLATokenToKVPool
 
+from sglang.srt.mem_cache.hicache.accepted import DSA_PAGE_SIZE
 from sglang.srt.mem_cache.layouts import LayoutConfigError, PoolKind
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-DSA_PAGE_SIZE = 64
 DSA_INDEX_HEAD_DIM = 128
 
 
