@@ -22,9 +22,10 @@ _FOLDER: Final = Path(__file__).parents[2].joinpath(*PARENT.split("."))  # one w
 
 
 def load_alone(name: str) -> ModuleType:
-    """The module or package `name` below `PARENT`. What is in such a package can be imported as usual then.
+    """The module or package `name` below `PARENT`. It must not import anything of SGLang's.
 
-    It must not import anything of SGLang's. Where SGLang is loaded already, this is an import like any other.
+    Modules in such a package can be imported as usual then; a package in it is loaded alone too, else Python begins at
+    the top. Where SGLang is loaded already, this is an import like any other.
     """
     full = f"{PARENT}.{name}"
     if full in sys.modules or "sglang" in sys.modules:

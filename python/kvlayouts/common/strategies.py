@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from sglang.srt.mem_cache.layouts.registry import AnyKVLayoutStrategy
 
-_LIGHT: Final = ("layouts.errors", "layouts.config", "layouts.registry", "hicache")
+_LIGHT: Final = ("layouts.errors", "layouts.config", "layouts.registry", "hicache", "hicache.server")
 """What knows names and settings of strategies. Neither PyTorch nor SGLang comes with it."""
 
 

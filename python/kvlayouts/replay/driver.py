@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvlayouts.common.alone import load_alone
 from kvlayouts.ranks.processes import PEER_SECONDS, run_job
 from kvlayouts.replay.results import LayoutResult, page_imbalance
 
@@ -46,7 +45,6 @@ def run_replay(
     `on_progress` hears layout, requests done, requests in all. Raises `RankError`, naming the rank, if one fails,
     dies or lets its peers wait for `peer_seconds` within a collective; no process is left then.
     """
-    load_alone("hicache")  # the statistics in a report are its; SGLang is for the ranks alone to load
     finished = run_job(
         ReplayJob(config=config, trace=trace),
         ranks=config.cp_size,
@@ -81,21 +79,21 @@ def _combine(trace: Trace, finished: list[Finished]) -> LayoutResult:
         logical_capacity_tokens=first.logical_capacity_tokens,
         device_bytes_per_rank=first.device_bytes,
         host_bytes_per_rank=first.host_bytes,
-        d2h_bytes_per_rank=tuple(report.stats.backed_up_bytes for report in reports),
-        h2d_bytes_per_rank=tuple(report.stats.loaded_bytes for report in reports),
+        d2h_bytes_per_rank=tuple(report.backed_up_bytes for report in reports),
+        h2d_bytes_per_rank=tuple(report.loaded_bytes for report in reports),
         device_pages_per_rank=tuple(report.device_pages_per_lane[report.lane] for report in reports),
         host_pages_per_rank=tuple(report.host_pages_per_lane[report.lane] for report in reports),
         device_capacity_pages=first.device_capacity_pages,
         host_capacity_pages=first.host_capacity_pages,
         page_imbalance=page_imbalance(first.device_pages_per_lane, first.host_pages_per_lane),
-        write_acks_per_rank=tuple(report.stats.backups for report in reports),
-        load_acks_per_rank=tuple(report.stats.loads for report in reports),
+        write_acks_per_rank=tuple(report.backups for report in reports),
+        load_acks_per_rank=tuple(report.loads for report in reports),
         digests_equal=len(logical) == 1 and all(report.digests_equal for report in reports),
         verified_tokens=sum(report.verified_tokens for report in reports),
         mismatched_tokens=sum(report.mismatched_tokens for report in reports),
         seconds=max(message.seconds for message in finished),
-        evicted_device_tokens=first.stats.evicted_device_tokens,
-        evicted_host_tokens=first.stats.evicted_host_tokens,
-        refused_backups=first.stats.refused_backups,
+        evicted_device_tokens=first.evicted_device_tokens,
+        evicted_host_tokens=first.evicted_host_tokens,
+        refused_backups=first.refused_backups,
         hit_series=first.hit_series,
     )

@@ -191,6 +191,7 @@ class RankReplay:
 
     def _report(self, digests_equal: bool, series: tuple[HitPoint, ...]) -> RankReport:
         last = series[-1]
+        stats = self.cache.stats
         return RankReport(
             requests=last.request_index,
             device_hit_tokens=sum(point.device_hit_tokens for point in series),
@@ -204,7 +205,13 @@ class RankReplay:
             host_pages_per_lane=last.host_pages_per_lane,
             device_capacity_pages=self._lane_pages,
             host_capacity_pages=self.cache.cache_controller.ledger.capacity_pages,
-            stats=self.cache.stats,
+            backups=stats.backups,
+            backed_up_bytes=stats.backed_up_bytes,
+            refused_backups=stats.refused_backups,
+            loads=stats.loads,
+            loaded_bytes=stats.loaded_bytes,
+            evicted_device_tokens=stats.evicted_device_tokens,
+            evicted_host_tokens=stats.evicted_host_tokens,
             digests_equal=digests_equal,
             verified_tokens=self._verified,
             mismatched_tokens=self._mismatched,

@@ -9,7 +9,6 @@ import json
 import os
 import shlex
 import signal
-import subprocess
 import sys
 from contextlib import suppress
 from dataclasses import replace
@@ -412,22 +411,3 @@ def test_progress_on_a_terminal_is_a_bar_per_layout(capsys: pytest.CaptureFixtur
     assert "5/5" in shown
     assert "cp_shared" in shown
     assert "2/5" in shown
-
-
-def test_the_command_line_itself_loads_neither_pytorch_nor_matplotlib() -> None:
-    """Measured beside an empty `sglang`: SGLang's own `__init__` loads PyTorch, whatever we do."""
-    root = Path(command.__file__).parents[1] / "sglang/srt"
-    program = f"""
-import sys, types
-for name, path in (("sglang", {str(root.parent)!r}), ("sglang.srt", {str(root)!r}),
-                   ("sglang.srt.mem_cache", {str(root / "mem_cache")!r})):
-    sys.modules[name] = types.ModuleType(name)
-    sys.modules[name].__path__ = [path]
-from kvlayouts.main import main
-assert main(["replay", "--cp-size", "0"]) == 2
-assert main(["replay", "--help"]) == 0
-loaded = {{"torch", "matplotlib", "transformers"}} & set(sys.modules)
-assert not loaded, loaded
-"""
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
-    assert ended.returncode == 0, ended.stderr
