@@ -12,8 +12,11 @@ if TYPE_CHECKING:
 
     from sglang.srt.mem_cache.layouts.registry import AnyKVLayoutStrategy
 
-_LIGHT: Final = ("layouts.errors", "layouts.config", "layouts.registry", "hicache", "hicache.server")
-"""What knows names and settings of strategies. Neither PyTorch nor SGLang comes with it."""
+_LIGHT: Final = (
+    *("layouts.errors", "layouts.config", "layouts.registry"),
+    *("hicache", "hicache.server", "hicache.host", "hicache.device"),
+)
+"""What knows names and settings of strategies and sizes of pools. Neither PyTorch nor SGLang comes with it."""
 
 
 def load_layouts() -> None:

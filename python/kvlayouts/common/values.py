@@ -5,7 +5,6 @@ Imports neither PyTorch nor SGLang, so that a mistake is told at once.
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
 from kvlayouts.common.alone import load_alone
@@ -28,7 +27,6 @@ TRACE_BLOCK_TOKENS: Final = 512
 
 MAX_CP_SIZE: Final = 64
 MAX_PAGE_SIZE_TOKENS: Final = 1024
-MAX_HOST_RATIO: Final = 1000.0
 MAX_DEVICE_TOKENS: Final = 2**28
 """More than any GPU holds; each token takes kilobytes on every rank."""
 MAX_SEED: Final = 2**32 - 1
@@ -59,6 +57,13 @@ def check_pool_page_size(pool: PoolKind, page_size: int) -> None:
 
 
 def check_host_ratio(host_ratio: float) -> None:
-    """Raise `InputError` unless `0 < host_ratio <= MAX_HOST_RATIO`; not-a-number is refused too."""
-    if math.isnan(host_ratio) or not 0 < host_ratio <= MAX_HOST_RATIO:
-        raise InputError(f"--host-ratio {host_ratio:g}: must be above 0 and at most {MAX_HOST_RATIO:g}")
+    """Raise `InputError` for a ratio that a server would refuse."""
+    for name in ("layouts.errors", "hicache.host.sizes"):
+        load_alone(name)
+    from sglang.srt.mem_cache.hicache.host.sizes import check_ratio
+    from sglang.srt.mem_cache.layouts.errors import LayoutConfigError
+
+    try:
+        check_ratio("--host-ratio", host_ratio)
+    except LayoutConfigError as error:
+        raise InputError(str(error)) from error

@@ -106,6 +106,7 @@ def replay(
         seed=seed,
     )
     _check_room(config, requests_trace)
+    _check_memory(config)
     results = _run(config, requests_trace, show_traceback)
     _deliver(config, requests_trace, results, json_path, plot_path, report_path)
     return 0 if all(result.passed for result in results.values()) else 1
@@ -118,6 +119,23 @@ def _check_room(config: ReplayConfig, trace: Trace) -> None:
             name, page_size=config.page_size, ranks=config.cp_size, rank=0, options=config.layout_options
         )
         check_device_tokens(trace, config.page_size, config.device_tokens, name, layout.logical_tokens)
+
+
+def _check_memory(config: ReplayConfig) -> None:
+    """Raise `InputError` if the machine has no room for the pools of all ranks, which no layout changes."""
+    from kvlayouts.ranks.memory import refuse_more_than_there_is
+    from kvlayouts.replay.geometries import GEOMETRIES
+    from sglang.srt.mem_cache.layouts.config import PoolKind as ServedKind
+
+    sizes = f"--device-tokens {config.device_tokens} and --host-ratio {config.host_ratio:g}"
+    refuse_more_than_there_is(
+        f"--cp-size {config.cp_size} with {sizes}",
+        GEOMETRIES[ServedKind(config.pool)],
+        ranks=config.cp_size,
+        device_pages=config.device_pages,
+        host_pages=config.host_pages,
+        page_size=config.page_size,
+    )
 
 
 def _run(config: ReplayConfig, trace: Trace, show_traceback: bool) -> dict[str, LayoutResult]:

@@ -74,8 +74,27 @@ def soak(
         check_every=check_every,
         seed=seed,
     )
-    create_rank(config.layout, page_size=config.page_size, ranks=config.ranks, rank=0, options=config.layout_options)
+    _check_room(config)
     return _run(config, json_path)
+
+
+def _check_room(config: SoakConfig) -> None:
+    """Raise `InputError` for a layout that refuses its settings, or ranks that the machine has no room for."""
+    lanes = create_rank(
+        config.layout, page_size=config.page_size, ranks=config.ranks, rank=0, options=config.layout_options
+    ).lane_count
+    from kvlayouts.ranks.memory import refuse_more_than_there_is
+    from kvlayouts.soak.geometries import GEOMETRIES
+    from sglang.srt.mem_cache.layouts.config import PoolKind as ServedKind
+
+    refuse_more_than_there_is(
+        f"--ranks {config.ranks} with --layout {config.layout} and --page-size {config.page_size}",
+        GEOMETRIES[ServedKind(config.pool)],
+        ranks=config.ranks,
+        device_pages=config.device_pages(lanes),
+        host_pages=config.host_pages(lanes),
+        page_size=config.page_size,
+    )
 
 
 def _run(config: SoakConfig, json_path: Path | None) -> int:
