@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import sys
 from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, version
 from io import TextIOWrapper
 from typing import TYPE_CHECKING, Final
 
@@ -69,15 +68,23 @@ def _fail(message: str, status: int) -> int:
     return status
 
 
-def _version() -> str:
+def _version(context: click.Context, _parameter: click.Parameter, asked: bool) -> None:
+    if not asked or context.resilient_parsing:
+        return
+    from importlib.metadata import PackageNotFoundError, version
+
     try:
-        return version(DISTRIBUTION)
+        found = version(DISTRIBUTION)
     except PackageNotFoundError:
-        return "(not installed)"
+        found = "(not installed)"
+    click.echo(f"kvlayouts, version {found}")
+    context.exit()
 
 
 @click.group(no_args_is_help=False, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
-@click.version_option(version=_version(), prog_name="kvlayouts")
+@click.option(
+    "--version", is_flag=True, is_eager=True, expose_value=False, callback=_version, help="Show the version and exit."
+)
 def cli() -> None:
     """KV layout strategies for SGLang's hierarchical KV cache."""
 
