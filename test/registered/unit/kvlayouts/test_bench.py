@@ -163,7 +163,7 @@ class TestDeferred(CustomTestCase):
         """Tensors that two calls of each form reduce."""
         reduced: dict[str, list[torch.Tensor]] = {"ours": [], "naive": []}
         group = mock.Mock()
-        with mock.patch.object(deferred, "_one_rank_group", lambda: group), make() as forms:
+        with mock.patch.object(deferred, "_one_rank_group", return_value=group), make() as forms:
             for name, form in (("ours", forms.ours), ("naive", forms.naive)):
                 group.allreduce.reset_mock()
                 self.assertEqual([form(), form()], 2 * [deferred.COUNTS])
