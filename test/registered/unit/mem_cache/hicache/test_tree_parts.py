@@ -30,7 +30,7 @@ from sglang.srt.mem_cache.layouts.protocol import KVLayoutStrategy, MetadataT
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from sglang.srt.mem_cache.hicache.settings import WritePolicy
+    from sglang.srt.mem_cache.hicache.accepted import WritePolicy
     from sglang.srt.mem_cache.layouts.pages import LaneArray, PageArray
     from sglang.srt.mem_cache.layouts.plans import BackupPlan
 
