@@ -47,9 +47,11 @@ class TestBackupsAndHostMemory(CacheTestCase):
     def test_room_that_was_made_and_is_not_there(self, layout: str) -> None:
         group = Group(fault_spec(layout, host=4))
         rank = group.ranks[0]
-        rank.cache._make_host_room = lambda demand_pages: True  # type: ignore[method-assign]  # noqa: SLF001  # the fault
+        rank.cache._make_host_room = lambda demand_pages, below: True  # type: ignore[method-assign]  # noqa: SLF001  # the fault
+        self._back_up(rank, pages=24)  # put off: the host has no room
         self._assert_loud(
-            lambda: self._back_up(rank, pages=24), r"room was made for \(.*\) pages, yet \(.*\) are missing"
+            lambda: rank.cache.evict(EvictParams(num_tokens=1)),
+            r"room was made for \(.*\) pages, yet \(.*\) are missing",
         )
 
     @each_layout
