@@ -205,7 +205,7 @@ class LayoutRadixTree(TreeAccounting[MetadataT], Generic[MetadataT]):
     def _split_node(self, key: RadixKey, child: LayoutTreeNode[MetadataT], split_len: int) -> LayoutTreeNode[MetadataT]:
         """Insert a node above `child` that takes over its first `split_len` tokens, and return it.
 
-        Slots and metadata are divided, by the strategy where it is metadata; locks and host protection hold
+        Slots and metadata are divided, by the strategy where it is metadata; locks and host holds count
         for both halves; hit count and priority are inherited.
         """
         upper = self._new_node(key[:split_len], priority=child.priority, tick=self._tick)
