@@ -6,10 +6,10 @@ Brute force instead of counters and kept orders, so that ours is compared with w
 from __future__ import annotations
 
 from dataclasses import replace
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-from sglang.srt.mem_cache.hiradix_cache import HiRadixCache as SGLangHiRadixCache
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
 if TYPE_CHECKING:
@@ -18,7 +18,10 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.base_prefix_cache import InsertParams, InsertResult
 
 
-class CountsARequestOnce(SGLangHiRadixCache):
+_SGLangHiRadixCache: Any = import_module("sglang.srt.mem_cache.hiradix_cache").HiRadixCache  # our stub has little of it
+
+
+class CountsARequestOnce(_SGLangHiRadixCache):  # type: ignore[misc]  # SGLang's class, as Any
     """SGLang counts a hit at each insert of one request, none where a node is computed again or under write_back."""
 
     def __init__(self, *positional: Any, **named: Any) -> None:  # noqa: ANN401

@@ -29,7 +29,7 @@ from collections import Counter
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, get_args
 
 import torch.distributed as dist
 from _identity_content import cached_content_is_right, totals, tree
@@ -266,7 +266,8 @@ class TestFaultsOfSGLang(_OneRank):
             for side in (ours, theirs):
                 for operation in operations:
                     perform(side, operation)
-            hits = [{node.hit_count for node in side.cache.root_node.children.values()} for side in (ours, theirs)]
+            roots: list[Any] = [side.cache.root_node for side in (ours, theirs)]
+            hits = [{node.hit_count for node in root.children.values()} for root in roots]
         assert hits == [{1}, {2}]
 
     def test_sglang_evicts_more_slots_than_a_load_needs(self) -> None:
