@@ -1,5 +1,7 @@
 from enum import IntEnum
 
+import torch
+
 class AttentionArch(IntEnum):
     MLA = ...
     MHA = ...
@@ -8,6 +10,12 @@ class ModelConfig:
     hf_config: object
     attention_arch: AttentionArch
     is_hybrid_swa: bool
+    dtype: torch.dtype
+    head_dim: int
+    v_head_dim: int
+    kv_lora_rank: int
+    qk_rope_head_dim: int
+    index_head_dim: int
 
 def get_dsa_index_kpool(config: object) -> int: ...
 def is_deepseek_dsa(config: object) -> bool: ...

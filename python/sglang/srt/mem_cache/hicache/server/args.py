@@ -11,20 +11,24 @@ import logging
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any, Final
 
+import torch
 from sglang.srt.arg_groups.model_override_base import resolving_view
 
 from sglang.srt.mem_cache.layouts.config import DEFAULT_LAYOUT
 from sglang.srt.mem_cache.layouts.errors import LayoutConfigError
 from sglang.srt.mem_cache.layouts.registry import known_layouts
 
+from ..device.geometry import DsaGeometry, index_key_bytes
 from .choice import CONFIG_FLAG, CP_SHARED_FLAG, STRATEGY_FLAG, attach_choice, choice_of, choose
 from .graphs import phases_asked_for, phases_with_graphs, turn_graphs_off
 from .refusals import RADIX_BACKEND, ModelFacts, ServerFacts, refuse_what_does_not_fit
+from .values import refuse_sizes, refuse_values
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable
 
+    from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.server_args import ServerArgs
 
     from .choice import LayoutChoice
@@ -74,15 +78,18 @@ def keyword_factory(original: Callable[..., ServerArgs]) -> Callable[..., Server
     return build
 
 
-def check(_result: None, server_args: ServerArgs) -> None:
-    """After ``ServerArgs.check_server_args``, in the parent: refuse what does not fit, name what is unusual.
+def check(original: Callable[[ServerArgs], None], server_args: ServerArgs) -> None:
+    """Around ``ServerArgs.check_server_args``, in the parent: refuse what does not fit, name what is unusual.
 
-    A strategy that shares pages out over a group of one rank becomes `identity`, with a warning. Raises
-    `LayoutConfigError`, with nothing spawned.
+    Numbers that SGLang's own check divides by are judged before it, all else after it. A strategy that shares pages
+    out over a group of one rank becomes `identity`, with a warning. Raises `LayoutConfigError`, with nothing spawned.
     """
     choice = choice_of(server_args)
     if choice is None:
+        original(server_args)
         return
+    refuse_sizes(resolving_view(server_args))
+    original(server_args)
     refuse_unsupported_release(choice.asked)
     from .plugin import refuse_missing_hooks
 
@@ -101,6 +108,7 @@ def check(_result: None, server_args: ServerArgs) -> None:
         attach_choice(server_args, choice)
     for warning in refuse_what_does_not_fit(facts, choice.asked, sharded=lanes > 1):
         logger.warning("%s", warning)
+    refuse_values(facts)
     if facts.graphs_on and lanes > 1:
         turn_graphs_off(server_args)
 
@@ -116,12 +124,15 @@ def server_facts(server_args: ServerArgs) -> ServerFacts:
 
     args = resolving_view(server_args)
     model = model_config_of(server_args)
+    is_dsa = is_deepseek_dsa(model.hf_config)
     return ServerFacts(
         args=args,
         model=ModelFacts(
             is_mla=model.attention_arch == AttentionArch.MLA,
-            is_dsa=is_deepseek_dsa(model.hf_config),
+            has_uneven_heads=model.head_dim != model.v_head_dim,
+            is_dsa=is_dsa,
             index_kpool=get_dsa_index_kpool(model.hf_config),
+            index_share=_index_share(model, args.kv_cache_dtype) if is_dsa else 0.0,
             is_hybrid_swa=model.is_hybrid_swa,
             is_recurrent=mambaish_config(model) is not None,
         ),
@@ -131,6 +142,19 @@ def server_facts(server_args: ServerArgs) -> ServerFacts:
         graphs_on=accelerator_present() and bool(phases_with_graphs(server_args)),
         graphs_asked_for=accelerator_present() and bool(phases_asked_for(server_args)),
     )
+
+
+def _index_share(model: ModelConfig, kv_cache_dtype: str) -> float:
+    """Host bytes of a DSA model's index beside one byte of its KV.
+
+    Float8 rows are taken as packed, the larger of the two ways to keep them: a server is not refused in vain.
+    """
+    row = DsaGeometry(
+        kv_lora_rank=model.kv_lora_rank,
+        qk_rope_head_dim=model.qk_rope_head_dim,
+        dtype=torch.float8_e4m3fn if "fp8" in kv_cache_dtype else model.dtype,
+    )
+    return index_key_bytes(model.index_head_dim) / row.kv_bytes
 
 
 def shard_size(args: Any) -> int:  # noqa: ANN401  # any view of ServerArgs
