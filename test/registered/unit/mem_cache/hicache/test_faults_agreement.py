@@ -221,6 +221,7 @@ class TestAccounting(CacheTestCase):
             group.serve(chain(group.spec, root))
             group.evict_all()
         group.serve(chain(group.spec, 100, 101, 102, 103))
+        group.evict_all()
         for rank in group.ranks:
             self.assertEqual((node_of(rank, 100, 101, 102, 103).host_len, rank.cache.stats.refused_backups), (16, 0))
         group.check()

@@ -129,13 +129,13 @@ class TestNothingIsEvictedInVain(CacheTestCase):
 
     def test_a_copy_that_does_not_help_goes_where_it_lies_above_one_that_does(self) -> None:
         """One-page nodes: the only leaf has no page in the short lane, the node above it has."""
-        group = Group(CacheSpec(ranks=4, device_pages=8, host_pages=1))
-        lanes = _pages_by_lane(group)
-        _serve(group, (lanes[0][0],), (lanes[0][0], 90))  # 90 is in lane 1
+        group = Group(CacheSpec(ranks=4, device_pages=8, host_pages=2))
+        first, second, third, *_ = _pages_by_lane(group)[0]
+        _serve(group, (first,), (first, 90), (second,), (second, 91))  # 90 and 91 are in lane 1
         group.evict_all()
-        _serve(group, (lanes[0][1],))
+        _serve(group, (third,))
         group.evict_all()
-        self.assertEqual(_on_host(group), {lanes[0][1]})
+        self.assertEqual(_on_host(group), {second, 91, third})
         group.check()
 
 

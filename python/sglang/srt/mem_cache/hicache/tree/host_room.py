@@ -11,6 +11,7 @@ is the sum of them, and it is known before anything is given up.
 
 from __future__ import annotations
 
+from operator import add, le, sub
 from typing import TYPE_CHECKING, Any, Final, Generic
 
 from sglang.srt.mem_cache.layouts.errors import LayoutInvariantError
@@ -57,9 +58,10 @@ class HostRoom(Generic[MetadataT]):
         like that: then one goes, since what lies above it may have.
         """
 
+        short = [lane for lane, missing in enumerate(missing_pages) if missing]
+
         def helps(node: LayoutTreeNode[MetadataT]) -> bool:
-            pages = node.metadata.pages_per_rank if node.metadata is not None else ()
-            return any(own and missing for own, missing in zip(pages, missing_pages, strict=False))
+            return node.metadata is not None and any(map(node.metadata.pages_per_rank.__getitem__, short))
 
         for order in (self.mirrors, self.alone):
             node = order.pop_first_that(helps, look_past=LOOK_PAST)
@@ -71,13 +73,13 @@ class HostRoom(Generic[MetadataT]):
 
     def can_make(self, missing_pages: Sequence[int]) -> bool:
         """Whether giving up copies makes `missing_pages` more room in each lane."""
-        return all(missing <= pages for missing, pages in zip(missing_pages, self.lane_pages, strict=True))
+        return all(map(le, missing_pages, self.lane_pages))
 
     def hold(self, node: LayoutTreeNode[MetadataT]) -> None:
         """Keep the copy of `node` and those above it, or the one that `node` is about to get."""
         while node.parent is not None:
             if node.host_ref_counter == 0:
-                self._count(node, -1)
+                self._count(node, sub)
             node.host_ref_counter += 1
             if node.host_ref_counter == 1:
                 self.refresh(node)
@@ -90,16 +92,15 @@ class HostRoom(Generic[MetadataT]):
                 raise LayoutInvariantError(f"the host copy of node {node.id} is released, but it is not held")
             node.host_ref_counter -= 1
             if node.host_ref_counter == 0:
-                self._count(node, 1)
+                self._count(node, add)
                 self.refresh(node)
             node = node.parent
 
     def dropped(self, node: LayoutTreeNode[MetadataT]) -> None:
         """The copy of `node` is about to be given up."""
         if node.host_ref_counter == 0:
-            self._count(node, -1)
+            self._count(node, sub)
 
-    def _count(self, node: LayoutTreeNode[MetadataT], sign: int) -> None:
+    def _count(self, node: LayoutTreeNode[MetadataT], step: Callable[[int, int], int]) -> None:
         if node.metadata is not None:
-            for lane, pages in enumerate(node.metadata.pages_per_rank):
-                self.lane_pages[lane] += sign * pages
+            self.lane_pages = list(map(step, self.lane_pages, node.metadata.pages_per_rank))
