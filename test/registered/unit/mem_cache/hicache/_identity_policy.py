@@ -40,8 +40,10 @@ class CountsARequestOnce(_SGLangHiRadixCache):  # type: ignore[misc]  # SGLang's
         self._request = None
 
     def insert(self, params: InsertParams) -> InsertResult:
+        result: InsertResult
         if params.chunked:
-            return super().insert(params)
+            result = super().insert(params)
+            return result
         whole = len(params.key) // self.page_size * self.page_size
         tokens, extra_key = params.key.token_ids[:whole], params.key.extra_key
         known = sum(shared for _, _, shared in self._path(RadixKey(tokens, extra_key)))

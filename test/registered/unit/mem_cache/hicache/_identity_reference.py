@@ -53,13 +53,15 @@ class EvictsOnlyTheMissingSlots(LetsMirrorsGiveWay):
     def load_back(self, node: Any, mem_quota: int | None = None) -> torch.Tensor | None:  # noqa: ANN401
         self._loading = True
         try:
-            return super().load_back(node, mem_quota)
+            value: torch.Tensor | None = super().load_back(node, mem_quota)
+            return value
         finally:
             self._loading = False
 
     def evict(self, params: EvictParams) -> EvictResult:
         free = self.token_to_kv_pool_allocator.available_size() if self._loading else 0
-        return super().evict(EvictParams(num_tokens=params.num_tokens - free))
+        result: EvictResult = super().evict(EvictParams(num_tokens=params.num_tokens - free))
+        return result
 
 
 CorrectedHiRadixCache = EvictsOnlyTheMissingSlots
