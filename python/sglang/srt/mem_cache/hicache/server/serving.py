@@ -31,7 +31,7 @@ from ..device.pools import bytes_of
 from ..device.shared_pools import LayoutDSATokenToKVPool, LayoutMLATokenToKVPool
 from ..host.pools import host_bytes_of
 from ..radix_cache import HiRadixCache
-from ..settings import HiCacheSettings, ShardGroup
+from ..settings import HiCacheSettings, ShardGroup, peer_seconds
 from ..tree.request_pages import RequestPages
 from .allocator import ServingSlotAllocator
 from .choice import choice_of
@@ -171,9 +171,8 @@ def share_pool(pool: KVCache, layout: AnyKVLayoutStrategy) -> None:
             f"--kv-layout-strategy {name} has {lane_count} lanes but no local_rows (ShardedPoolLayout); "
             "accepted in a server: strategies with one lane, or with local_rows"
         )
-    pool.access = SharedPages(
-        layout, page_size=page_size, lane_count=lane_count, reduce=group_sum(_shard_ranks().device_group)
-    )
+    reduce = group_sum(_shard_ranks().device_group, peer_seconds=peer_seconds())
+    pool.access = SharedPages(layout, page_size=page_size, lane_count=lane_count, reduce=reduce)
 
 
 def _shard_ranks() -> GroupCoordinator:
