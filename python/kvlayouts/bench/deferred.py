@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from kvlayouts.bench.config import BenchConfig
     from kvlayouts.bench.figures import OnStep
-    from kvlayouts.replay.trace import Trace
+    from kvlayouts.common.trace import Trace
 
 DEPTH, LEAVES, BACKUPS = 64, 10_000, 32
 COPY_SECONDS = 0.001
