@@ -82,8 +82,8 @@ class TestRanksInLockstep(CacheTestCase):
         for seed in range(3):
             traffic = self._drive(_spec(), steps=250, seed=seed)
             late = traffic.group.agreed(lambda rank: rank.cache.stats.late_backups)
-            waits = traffic.group.agreed(lambda rank: rank.engine.waits)
-            self.assertTrue(late or not waits, "the scheduler waited for a copy that nothing waited for")
+            waits = traffic.group.each(lambda rank: rank.engine.waits)
+            self.assertTrue(late or not any(waits), "the scheduler waited for a copy that nothing needed")
 
     def test_they_stay_equal_with_every_policy_and_pool(self) -> None:
         cases = (
