@@ -10,7 +10,7 @@ host memory, so each insert carries them: from `RequestPages` where there is one
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Generic, TypeAlias
+from typing import TYPE_CHECKING, Generic
 
 import torch
 from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
@@ -21,6 +21,7 @@ from sglang.srt.mem_cache.layouts.pages import NO_PAGES
 from sglang.srt.mem_cache.layouts.protocol import MetadataT
 
 from ..tree.radix_tree import PagedInsertParams, read_slot_pages, whole_pages_of
+from .uses import RequestUses
 
 if TYPE_CHECKING:
     from array import array
@@ -32,8 +33,7 @@ if TYPE_CHECKING:
 
     from ..tree.parts import TreeParts
     from .pages import RequestPages
-
-SchedulerRequest: TypeAlias = Any  # what has the attributes of SGLang's `Req`
+    from .uses import SchedulerRequest
 
 
 class RequestInsertion(Generic[MetadataT]):
@@ -58,6 +58,7 @@ class RequestInsertion(Generic[MetadataT]):
         self._rows = rows
         self._allocator = allocator
         self._inserts_finished = inserts_finished
+        self._uses = RequestUses()
 
     def finish(self, request: SchedulerRequest, *, tokens: int, insert: bool) -> None:
         """A request of `tokens` slots has ended. Its whole pages go to the tree, or back; its prefix is unlocked."""
@@ -133,6 +134,7 @@ class RequestInsertion(Generic[MetadataT]):
                 key=key,
                 value=slots[: len(key)].to(torch.int64),
                 slot_pages=pages,
+                use=self._uses.of(request),
                 chunked=chunked,
                 priority=(getattr(request, "priority", 0) or 0) + more_priority,
             )

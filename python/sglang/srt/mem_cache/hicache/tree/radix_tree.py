@@ -35,11 +35,22 @@ if TYPE_CHECKING:
     from .in_flight import InFlight
 
 
+@dataclass(slots=True, kw_only=True)
+class RequestUse:
+    """The first `counted` tokens of a request's chain have been counted as used by it."""
+
+    counted: int = 0
+
+
 @dataclass(kw_only=True)
 class PagedInsertParams(InsertParams):
-    """SGLang's `InsertParams` with the page numbers of `value`, so that nothing is read back from the device."""
+    """SGLang's `InsertParams` with the page numbers of `value`, so that nothing is read back from the device.
+
+    `use` is that of the request whose slots these are: it uses a node once, however often it is inserted.
+    """
 
     slot_pages: PageArray | None = None
+    use: RequestUse | None = None
 
 
 class LayoutRadixTree(Generic[MetadataT]):
@@ -147,9 +158,10 @@ class LayoutRadixTree(Generic[MetadataT]):
 
         Nodes that had left the device get the new slots. `prefix_len` counts the tokens whose slots the tree had
         already: the caller frees its duplicates of those. The rest belongs to the tree from now on. `on_use` is
-        called with each node that was on the device or is new, before the next one is looked at. The page numbers
-        come with `PagedInsertParams`; else they are read from `value`, which waits for its device. Raises
-        `LayoutInvariantError`, with the tree unchanged, for fewer slots or pages than tokens, or parts of pages.
+        called with each node of the chain, before the next one is looked at, but not where `use` says that the request
+        has used it before. The page numbers come with `PagedInsertParams`; else they are read from `value`, which
+        waits for its device. Raises `LayoutInvariantError`, with the tree unchanged, for fewer slots or pages than
+        tokens, or parts of pages.
         """
         key, value = params.key.maybe_to_bigram_view(self.bigrams, params.value)
         key = whole_pages_of(key, self.page_size)
@@ -159,12 +171,16 @@ class LayoutRadixTree(Generic[MetadataT]):
             raise LayoutInvariantError(
                 f"insert of {len(key)} tokens came with {0 if value is None else len(value)} slots"
             )
-        pages = params.slot_pages if isinstance(params, PagedInsertParams) else None
+        pages, use = (params.slot_pages, params.use) if isinstance(params, PagedInsertParams) else (None, None)
         if pages is None:
             pages = read_slot_pages(value[: len(key)], self.page_size)
         if len(pages) * self.page_size < len(key):
             raise LayoutInvariantError(f"insert of {len(key)} tokens came with {len(pages)} slot pages")
-        return self._insert_slots(key, value, pages, params.priority or 0, on_use)
+        counted = 0 if use is None else use.counted
+        result = self._insert_slots(key, value, pages, params.priority or 0, counted, on_use)
+        if use is not None and on_use is not None:
+            use.counted = max(counted, len(key))
+        return result
 
     def _insert_slots(
         self,
@@ -172,6 +188,7 @@ class LayoutRadixTree(Generic[MetadataT]):
         value: torch.Tensor,
         pages: PageArray,
         priority: int,
+        counted: int,
         on_use: Callable[[LayoutTreeNode[MetadataT]], None] | None,
     ) -> InsertResult:
         tick = self._now()
@@ -192,14 +209,14 @@ class LayoutRadixTree(Generic[MetadataT]):
                 self._events.record_store(node)
             else:
                 duplicates += shared
-                if on_use is not None:
-                    on_use(node)
+            if on_use is not None and at >= counted:
+                on_use(node)
             at += shared
         if at < end:
             node = self._add_leaf(node, key[at:], priority)
             self._accounting.put_on_device(node, value[at:end].clone(), self._page_range(pages, at, end))
             self._events.record_store(node)
-            if on_use is not None:
+            if on_use is not None:  # also where the request was here before, and what it had left is gone
                 on_use(node)
         return InsertResult(prefix_len=duplicates, last_device_node=node)
 
@@ -220,7 +237,7 @@ class LayoutRadixTree(Generic[MetadataT]):
     def _split_node(self, key: RadixKey, child: LayoutTreeNode[MetadataT], split_len: int) -> LayoutTreeNode[MetadataT]:
         """Insert a node above `child` that takes over its first `split_len` tokens, and return it.
 
-        Slots and metadata are divided, by the strategy where it is metadata; locks and host protection hold
+        Slots and metadata are divided, by the strategy where it is metadata; locks and host holds count
         for both halves; hit count and priority are inherited.
         """
         upper = self._new_node(key[:split_len], priority=child.priority, tick=self._tick)
