@@ -45,7 +45,7 @@ class TestBackupsAndHostMemory(CacheTestCase):
 
     @each_layout
     def test_room_that_was_made_and_is_not_there(self, layout: str) -> None:
-        group = Group(fault_spec(layout, host=4))
+        group = Group(fault_spec(layout, host=8))
         rank = group.ranks[0]
         rank.cache.parts.host_room.make = _room_that_is_not_there  # type: ignore[method-assign]  # the fault
         self._back_up(rank, pages=24)  # put off: the host has no room
@@ -107,7 +107,7 @@ class TestTreeAndLoads(CacheTestCase):
 
     @each_layout
     def test_a_child_that_its_parent_files_under_another_key(self, layout: str) -> None:
-        group = Group(fault_spec(layout, policy="write_back", host=4))
+        group = Group(fault_spec(layout, policy="write_back", host=8))
         group.serve(chain(group.spec, *range(24)))  # more than the host can keep, so it will be deleted
         rank = group.ranks[0]
         children = rank.cache.root_node.children
