@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
 import torch.distributed as dist
 
 from sglang.srt.mem_cache.layouts.config import LayoutEnvironment
+from sglang.srt.mem_cache.layouts.owners import refuse_shared_lanes
 
 from .device.kinds import pool_kind
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+
+    from sglang.srt.mem_cache.layouts.registry import AnyKVLayoutStrategy
 
     from .settings import HiCacheSettings, ShardGroup
     from .slots.allocator import SlotAllocator
@@ -32,6 +36,17 @@ def observe_environment(
         group_rank=group.rank,
         storage_backend=settings.storage_backend,
     )
+
+
+def refuse_lanes_that_ranks_share(layout: AnyKVLayoutStrategy, group: dist.ProcessGroup) -> None:
+    """Raise `LayoutConfigError`, on every rank of the shard group, unless each has a lane of its own or all have one.
+
+    The parent has asked the strategy for all ranks; this compares what the ranks' own processes were given.
+    """
+    mine = torch.tensor([layout.lane_count, layout.lane], dtype=torch.int64)
+    found = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(found, mine, group=group)
+    refuse_shared_lanes(layout.name, [(int(lanes), int(lane)) for lanes, lane in found])
 
 
 def agreement_groups(params: CacheInitParams) -> list[dist.ProcessGroup]:

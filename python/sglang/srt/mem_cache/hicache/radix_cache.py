@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeAlias
 from sglang.srt.disaggregation.kv_events import StorageMedium
 
 from sglang.srt.mem_cache.layouts.errors import LayoutInvariantError
+from sglang.srt.mem_cache.layouts.owners import refuse_lane
 from sglang.srt.mem_cache.layouts.protocol import KVLayoutStrategy, MetadataT
 
 from .agreement import Agreement, RankAgreement
@@ -80,6 +81,7 @@ class HiRadixCache(NoStorageTier, TieredRadixTree[MetadataT], Generic[MetadataT]
         allocator = params.token_to_kv_pool_allocator
         self.slots = slot_allocator(allocator)
         layout.validate(observe_environment(params, self.slots, settings, group))
+        refuse_lane(layout.name, lane_count=layout.lane_count, lane=layout.lane, ranks=group.size)
         refuse_storage_backend(layout, settings.storage_backend)
         self.settings = settings
         self.agreement = agreement or RankAgreement(

@@ -58,6 +58,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "a model with recurrent layers (Mamba, linear attention)": ({}, {"model": replace(MLA, is_recurrent=True)}),
     "a model without latent KV (MHA, GQA)": ({}, {"model": replace(MLA, is_mla=False)}),
     "a model with sparse attention (DSA) without an NVIDIA GPU": ({}, {"model": replace(MLA, is_dsa=True)}),
+    "a model with index keys beside KV heads (MiniMax-M3, QSA)": ({}, {"model": replace(MLA, indexes_heads=True)}),
     "a model with pooled index keys (index_kpool above 1)": ({}, {"model": replace(MLA, index_kpool=4)}),
     "--page-size 1": ({"page_size": 1}, {}),
     "--enable-dp-attention with --dp-size above 1": ({"enable_dp_attention": True, "dp_size": 2}, {}),

@@ -27,6 +27,7 @@ from sglang.srt.mem_cache.hicache.cli.endings import (
     interrupt_status,
 )
 from sglang.srt.mem_cache.hicache.cli.explain.command import explain
+from sglang.srt.mem_cache.hicache.cli.own_flags import options_of, own_words
 from sglang.srt.mem_cache.hicache.cli.plan.command import plan
 from sglang.srt.mem_cache.hicache.cli.ranks.messages import RankError
 from sglang.srt.mem_cache.hicache.cli.replay import config as options
@@ -97,7 +98,26 @@ def _version() -> str:
         return "(not installed)"
 
 
-@click.group(no_args_is_help=False, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+class _CommandInItsOwnWords(click.Group):
+    """Says what failed with the flags of the command, also where a rank failed with words of a server."""
+
+    def invoke(self, ctx: click.Context) -> object:
+        """Run the command that `ctx` names."""
+        try:
+            return super().invoke(ctx)
+        except (RankError, ReplayError) as error:
+            name = ctx.invoked_subcommand
+            command = None if name is None else self.get_command(ctx, name)
+            if command is not None:
+                error.args = (own_words(str(error), options_of(command)), *error.args[1:])
+            raise
+
+
+@click.group(
+    cls=_CommandInItsOwnWords,
+    no_args_is_help=False,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
 @click.version_option(version=_version(), prog_name="kvlayouts")
 def cli() -> None:
     """KV layout strategies for SGLang's hierarchical KV cache."""
@@ -232,13 +252,11 @@ def _layout_options(layouts: tuple[str, ...], layout_config: str | None) -> Mapp
 
 def check_layouts(config: ReplayConfig, trace: Trace) -> None:
     """Raise `ReplayInputError` for a layout that is unknown, refuses its settings, or has no room for some prompt."""
-    from sglang.srt.mem_cache.hicache.cli.explain.strategies import check_known, create_rank
+    from sglang.srt.mem_cache.hicache.cli.explain.strategies import check_known, create_group
 
     for name in config.layouts:
         check_known(name)
-        layout = create_rank(
-            name, page_size=config.page_size, ranks=config.cp_size, rank=0, options=config.layout_options
-        )
+        layout = create_group(name, page_size=config.page_size, ranks=config.cp_size, options=config.layout_options)[0]
         check_device_tokens(trace, config.page_size, config.device_tokens, name, layout.logical_tokens)
 
 

@@ -19,7 +19,7 @@ from sglang.srt.mem_cache.layouts.registry import known_layouts
 
 from .choice import CONFIG_FLAG, CP_SHARED_FLAG, STRATEGY_FLAG, attach_choice, choice_of, choose
 from .graphs import phases_asked_for, phases_with_graphs, turn_graphs_off
-from .refusals import RADIX_BACKEND, ModelFacts, ServerFacts, refuse_what_does_not_fit
+from .refusals import RADIX_BACKEND, ServerFacts, refuse_what_does_not_fit
 
 if TYPE_CHECKING:
     import argparse
@@ -88,7 +88,7 @@ def check(_result: None, server_args: ServerArgs) -> None:
 
     refuse_missing_hooks(choice.asked)
     facts = server_facts(server_args)
-    lanes = choice.create(page_size=facts.args.page_size, shard_size=facts.shard_size, shard_rank=0).lane_count
+    lanes = choice.create_group(page_size=facts.args.page_size, shard_size=facts.shard_size)[0].lane_count
     if facts.shard_size == 1 and choice.strategy != DEFAULT_LAYOUT:
         logger.warning(
             "%s: the shard group has one rank (--tp-size %d), so there is nothing to share; using %s %s",
@@ -108,23 +108,15 @@ def check(_result: None, server_args: ServerArgs) -> None:
 def server_facts(server_args: ServerArgs) -> ServerFacts:
     """What the table of `refusals` asks about. Reads the model's configuration, not its weights."""
     from sglang.srt.arg_groups.model_override_base import model_config_of
-    from sglang.srt.configs.hybrid_arch import mambaish_config
-    from sglang.srt.configs.model_config import AttentionArch, get_dsa_index_kpool, is_deepseek_dsa
     from sglang.srt.utils import is_cuda
 
     from ..cpu.support import accelerator_present
+    from .models import model_facts
 
     args = resolving_view(server_args)
-    model = model_config_of(server_args)
     return ServerFacts(
         args=args,
-        model=ModelFacts(
-            is_mla=model.attention_arch == AttentionArch.MLA,
-            is_dsa=is_deepseek_dsa(model.hf_config),
-            index_kpool=get_dsa_index_kpool(model.hf_config),
-            is_hybrid_swa=model.is_hybrid_swa,
-            is_recurrent=mambaish_config(model) is not None,
-        ),
+        model=model_facts(model_config_of(server_args)),
         shard_size=shard_size(args),
         on_cpu=not accelerator_present(),
         on_nvidia=is_cuda(),

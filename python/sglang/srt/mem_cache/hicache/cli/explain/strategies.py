@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from sglang.srt.mem_cache.hicache.cli.own_flags import in_own_words
 from sglang.srt.mem_cache.hicache.cli.replay.config import ReplayInputError
-from sglang.srt.mem_cache.hicache.server.choice import CONFIG_FLAG, STRATEGY_FLAG, choose
+from sglang.srt.mem_cache.hicache.server.choice import choose
 from sglang.srt.mem_cache.layouts.config import LayoutConfig
+from sglang.srt.mem_cache.layouts.errors import LayoutConfigError
+from sglang.srt.mem_cache.layouts.owners import refuse_shared_owners
 from sglang.srt.mem_cache.layouts.registry import create_layout, known_layouts
 
 if TYPE_CHECKING:
@@ -50,6 +53,13 @@ def create_rank(
         raise ReplayInputError(f"--layout {name}: {in_own_words(error)}") from error
 
 
-def in_own_words(error: Exception) -> str:
-    """The message of a strategy or of the server's flags, with this command's flags in it."""
-    return str(error).replace(STRATEGY_FLAG, "--layout").replace(CONFIG_FLAG, "--layout-config")
+def create_group(
+    name: str, *, page_size: int, ranks: int, options: Mapping[str, object]
+) -> Sequence[AnyKVLayoutStrategy]:
+    """The strategies of all ranks. Raises `ReplayInputError` besides where a page would not have exactly one owner."""
+    layouts = [create_rank(name, page_size=page_size, ranks=ranks, rank=rank, options=options) for rank in range(ranks)]
+    try:
+        refuse_shared_owners(layouts)
+    except LayoutConfigError as error:
+        raise ReplayInputError(in_own_words(error)) from error
+    return layouts

@@ -135,9 +135,9 @@ def plan(
     settings.check_gb("--link-gb-per-s", link_gb_per_s)
     gpus = gpus or cp_size or DEFAULT_GPUS
     settings.check_divides("--cp-size", cp_size or gpus, "--gpus", gpus)
-    geometry = _geometry(model_config, kv_bytes_per_token, pool, kv_cache_dtype, gpus // (cp_size or 1))
+    geometry = _geometry(model_config, kv_bytes_per_token, pool, kv_cache_dtype, layouts[0], gpus // (cp_size or 1))
     if geometry.kind.value == "dsa":
-        options.check_pool_page_size("dsa", page_size)
+        options.check_dsa_page_size(page_size, "--pool dsa" if model_config is None else "a DSA model")
     requests_trace = read_trace(trace_path, block_tokens=block_tokens, max_requests=requests)
     if device_gb is not None:
         pages = settings.pages_of_gb("--device-gb", device_gb, geometry.bytes_per_token, page_size)
@@ -182,16 +182,17 @@ def _geometry(
     bytes_per_token: int | None,
     pool: options.PoolKind | None,
     dtype: own.KVCacheDtype,
+    layout: str,
     attention_tp_size: int,
 ) -> ModelGeometry:
-    from sglang.srt.mem_cache.hicache.cli.plan.model import ModelGeometry, read_model
+    from sglang.srt.mem_cache.hicache.cli.plan.model import given_size, read_model
     from sglang.srt.mem_cache.layouts.config import PoolKind
 
     if path is not None:
         if bytes_per_token is not None or pool is not None:
             flag = f"--kv-bytes-per-token {bytes_per_token}" if bytes_per_token is not None else f"--pool {pool}"
             raise ReplayInputError(f"{flag}: must not be given together with --model-config {path}")
-        return read_model(path, dtype=dtype, attention_tp_size=attention_tp_size)
+        return read_model(path, layout=layout, dtype=dtype, attention_tp_size=attention_tp_size)
     if bytes_per_token is None:
         raise ReplayInputError(
             "--model-config: is missing; give a model's config.json, or --kv-bytes-per-token with the bytes that a "
@@ -201,9 +202,7 @@ def _geometry(
         raise ReplayInputError(
             f"--kv-cache-dtype {dtype}: must not be given together with --kv-bytes-per-token {bytes_per_token}"
         )
-    return ModelGeometry(
-        name="given size", kind=PoolKind(pool or "mla"), layers=None, row_bytes_per_token=bytes_per_token
-    )
+    return given_size(PoolKind(pool or "mla"), bytes_per_token)
 
 
 def _layout_options(layouts: tuple[str, ...], layout_config: str | None) -> Mapping[str, object]:

@@ -97,10 +97,10 @@ def _layout_options(layout: str, layout_config: str | None) -> Mapping[str, obje
 
 
 def _check_layout(config: SoakConfig) -> None:
-    from sglang.srt.mem_cache.hicache.cli.explain.strategies import check_known, create_rank
+    from sglang.srt.mem_cache.hicache.cli.explain.strategies import check_known, create_group
 
     check_known(config.layout)
-    create_rank(config.layout, page_size=config.page_size, ranks=config.ranks, rank=0, options=config.layout_options)
+    create_group(config.layout, page_size=config.page_size, ranks=config.ranks, options=config.layout_options)
 
 
 def _run(config: SoakConfig, json_path: Path | None) -> int:
