@@ -131,7 +131,7 @@ def scatter(cache: HiRadixCache[Any], rng: np.random.Generator, lengths: Sequenc
     host_rng = np.random.default_rng(int(rng.integers(1 << 32)))  # ranks take different numbers of host pages
 
     def scattered_lanes(lanes: LaneArray) -> PageArray | None:
-        pages = alloc_lanes(lanes)
+        pages: PageArray | None = alloc_lanes(lanes)
         if pages is not None:
             for lane in np.unique(lanes):
                 at = np.flatnonzero(lanes == lane)

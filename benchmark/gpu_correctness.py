@@ -44,7 +44,7 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InitLoadBackPara
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
-from sglang.srt.mem_cache.hicache.cli.replay.content import prefix_sums
+from kvlayouts.replay.content import prefix_sums
 from sglang.srt.mem_cache.hicache.copies.cuda import driver
 from sglang.srt.mem_cache.hicache.copies.cuda.page_copier import CopyTuning, page_copier
 from sglang.srt.mem_cache.hicache.copies.cuda.page_kernel import KernelShape

@@ -1,6 +1,6 @@
 """What `make docs` needs beside mkdocs.yml: the API reference, and links from docs/ to the rest of the repository.
 
-- Each public module of the two packages gets a page that mkdocstrings fills from its docstrings, without importing it.
+- Each public module of our packages gets a page that mkdocstrings fills from its docstrings, without importing it.
 - A link such as `../CONTRIBUTING.md` works in the repository; here the file is taken into the site and the link mended.
   Links from such a file back into docs/ are mended as well.
 - Pages name sources as they lie in the repository.
@@ -27,9 +27,11 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parent.parent
 NAMESPACE = "sglang.srt.mem_cache"
-PACKAGES = ("layouts", "hicache")
 PYTHON = ROOT / "python"
 BASE = PYTHON / NAMESPACE.replace(".", "/")
+PACKAGES = {"layouts": BASE, "hicache": BASE, "kvlayouts": PYTHON}
+"""The folder that each package lies in."""
+
 SOURCES = ROOT / "build/docs-sources"
 """What mkdocs.yml tells mkdocstrings to read."""
 
@@ -49,15 +51,15 @@ FETCHED = re.compile(
 
 
 def on_startup(command: str, dirty: bool) -> None:
-    """Lay the sources out as a package `sglang` of our two packages alone.
+    """Lay the sources out with a package `sglang` that holds ours alone.
 
     Below python/ it is a namespace, so the installed SGLang, a package of that name, would be read in its place.
     """
     if SOURCES.exists():
         shutil.rmtree(SOURCES)
-    for package in PACKAGES:
-        for path in (BASE / package).rglob("*.py"):
-            copy = SOURCES.joinpath(*NAMESPACE.split("."), path.relative_to(BASE))
+    for package, base in PACKAGES.items():
+        for path in (base / package).rglob("*.py"):
+            copy = SOURCES / path.relative_to(PYTHON)
             copy.parent.mkdir(parents=True, exist_ok=True)
             # A docstring's `::` before an indented block means something to others, not to Markdown.
             copy.write_text(path.read_text(encoding="utf-8").replace("::\n", ":\n"), encoding="utf-8")
@@ -81,7 +83,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     files.append(File.generated(config, "assets/iframe-worker.js", abs_src_path=script))
     for package in PACKAGES:
         for module in _modules(package):
-            content = f"---\ntitle: {module.rpartition('.')[2]}\n---\n\n::: {NAMESPACE}.{module}\n"
+            name = module if PACKAGES[package] == PYTHON else f"{NAMESPACE}.{module}"
+            content = f"---\ntitle: {module.rpartition('.')[2]}\n---\n\n::: {name}\n"
             files.append(File.generated(config, _page_of(module), content=content))
     pages = [file.src_uri for file in files.documentation_pages() if file.abs_src_path]
     waiting = ["CONTRIBUTING.md", *(f"{DOCS}/{uri}" for uri in pages)]
@@ -168,9 +171,10 @@ def _site_path(place: str) -> str:
 
 def _modules(package: str) -> Iterator[str]:
     """Public modules with their packages' names, each package before what is in it."""
-    paths = (BASE / package).rglob("*.py")
+    base = PACKAGES[package]
+    paths = (base / package).rglob("*.py")
     for path in sorted(paths, key=lambda path: (path.parent, path.name != "__init__.py", path)):
-        parts = path.relative_to(BASE).with_suffix("").parts
+        parts = path.relative_to(base).with_suffix("").parts
         if parts[-1] == "__init__":
             parts = parts[:-1]
         public = not any(part.startswith("_") for part in parts)
@@ -181,7 +185,7 @@ def _modules(package: str) -> Iterator[str]:
 def _page_of(module: str) -> str:
     """The page of a module; that of a package is the index of its section."""
     path = module.replace(".", "/")
-    return f"api/{path}/index.md" if (BASE / path).is_dir() else f"api/{path}.md"
+    return f"api/{path}/index.md" if (PACKAGES[module.partition(".")[0]] / path).is_dir() else f"api/{path}.md"
 
 
 def _nav(package: str) -> list[Any]:

@@ -1,7 +1,7 @@
 """Break one line of a copy of the code at a time and see that a test notices: `python scripts/mutants.py [NUMBER ...]`.
 
 scripts/mutants.toml lists the lines; docs/faults.md says which fault each one stands for. SGLang is imported once, and
-each broken copy is tried in a child that imports our two packages from the copy. Nothing in the checkout changes.
+each broken copy is tried in a child that imports our packages from the copy. Nothing in the checkout changes.
 The exit status is 1 if a broken copy passes its tests, or the code as it is does not.
 """
 
@@ -29,9 +29,11 @@ if TYPE_CHECKING:
     from types import ModuleType
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = ROOT / "python/sglang/srt/mem_cache"
-TESTS = ROOT / "test/registered/unit/mem_cache"
-OURS = ("sglang.srt.mem_cache.layouts", "sglang.srt.mem_cache.hicache")
+MEM_CACHE = Path("sglang/srt/mem_cache")
+PACKAGES = {"kvlayouts": Path(), "layouts": MEM_CACHE, "hicache": MEM_CACHE}
+"""The folder that each of our packages lies in, below python/."""
+TESTS = {"kvlayouts": Path(), "layouts": Path("mem_cache"), "hicache": Path("mem_cache")}
+"""The folder of its tests, below the unit tests."""
 PRELOADED = (
     "hypothesis.stateful",
     "sglang.srt.managers.cache_controller",
@@ -46,7 +48,7 @@ CHILD_SECONDS = 240
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mutant:
-    """In `file`, below mem_cache/, `old` becomes `new`; `tests`, below the unit tests, must fail."""
+    """In `file`, which begins with its package, `old` becomes `new`; `tests`, which begin alike, must fail."""
 
     name: str
     file: str
@@ -56,7 +58,7 @@ class Mutant:
 
 
 class CopyFinder(importlib.abc.MetaPathFinder):
-    """Imports our two packages from another folder."""
+    """Imports our packages from another folder."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -67,7 +69,7 @@ class CopyFinder(importlib.abc.MetaPathFinder):
         """The module's file in the folder, None for modules that are not ours."""
         if not is_ours(fullname):
             return None
-        place = self._folder.joinpath(*fullname.split(".")[3:])
+        place = self._folder.joinpath(*fullname.split("."))
         if place.is_dir():
             return importlib.util.spec_from_file_location(
                 fullname, place / "__init__.py", submodule_search_locations=[str(place)]
@@ -76,8 +78,19 @@ class CopyFinder(importlib.abc.MetaPathFinder):
 
 
 def is_ours(module: str) -> bool:
-    """Whether a module belongs to our two packages."""
-    return f"{module}.".startswith(tuple(f"{package}." for package in OURS))
+    """Whether a module belongs to our packages."""
+    ours = (".".join((*folder.parts, package)) for package, folder in PACKAGES.items())
+    return f"{module}.".startswith(tuple(f"{name}." for name in ours))
+
+
+def source_of(file: str) -> Path:
+    """The path of a mutant's file, below python/."""
+    return PACKAGES[file.partition("/")[0]] / file
+
+
+def test_of(test: str) -> Path:
+    """The path of a mutant's test."""
+    return ROOT / "test/registered/unit" / TESTS[test.partition("/")[0]] / test
 
 
 def read_mutants() -> list[Mutant]:
@@ -88,7 +101,7 @@ def read_mutants() -> list[Mutant]:
         for entry in table["mutant"]
     ]
     for mutant in mutants:
-        count = (PACKAGES / mutant.file).read_text().count(mutant.old)
+        count = (ROOT / "python" / source_of(mutant.file)).read_text().count(mutant.old)
         if count != 1:
             raise ValueError(f"{mutant.name}: {mutant.old!r} must stand once in {mutant.file}, found {count} times")
     return mutants
@@ -96,10 +109,11 @@ def read_mutants() -> list[Mutant]:
 
 def passes(tests: Iterable[str], mutant: Mutant | None, folder: Path) -> bool:
     """Whether the tests pass in a child with the broken copy, or with an intact one."""
-    for package in ("layouts", "hicache"):
-        shutil.copytree(PACKAGES / package, folder / package, ignore=shutil.ignore_patterns("__pycache__"))
+    for package, place in PACKAGES.items():
+        source = ROOT / "python" / place / package
+        shutil.copytree(source, folder / place / package, ignore=shutil.ignore_patterns("__pycache__"))
     if mutant is not None:
-        file = folder / mutant.file
+        file = folder / source_of(mutant.file)
         file.write_text(file.read_text().replace(mutant.old, mutant.new))
     child = os.fork()
     if not child:
@@ -116,7 +130,7 @@ def _run(tests: Iterable[str], folder: Path) -> int:
     log = os.open(folder / "log", os.O_WRONLY | os.O_CREAT)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    arguments = ["-q", "-x", "-p", "no:cacheprovider", "--no-header", *(str(TESTS / test) for test in tests)]
+    arguments = ["-q", "-x", "-p", "no:cacheprovider", "--no-header", *(str(test_of(test)) for test in tests)]
     status = pytest.main(arguments)
     if status not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
         return 0  # nothing was collected: that proves nothing

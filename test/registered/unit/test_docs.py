@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parents[3]
 PACKAGES = ROOT / "python/sglang/srt/mem_cache"  # `layouts/...` and `hicache/...` are short for files below it
 EXAMPLE = ROOT / "examples/keyed-layout"  # the package that docs/tutorial.md builds
-COMMANDS = [PACKAGES / "hicache/cli/main.py", *sorted((PACKAGES / "hicache/cli").glob("*/command.py"))]
+COMMANDS = [ROOT / "python/kvlayouts/main.py", *sorted((ROOT / "python/kvlayouts").glob("*/command.py"))]
 DOCUMENTS = sorted(
     [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/**/*.md"), *ROOT.glob("changes/*.md")]
 )
@@ -66,9 +66,9 @@ def test_every_file_that_a_page_names_exists(page: Path) -> None:
     for name in CODE.findall(_prose(page)):
         if not FILE.fullmatch(name) or name in EXAMPLES | GENERATED:
             continue
-        found = any((base / name).exists() for base in (ROOT, PACKAGES, page.parent, EXAMPLE))
+        found = any((base / name).exists() for base in (ROOT, ROOT / "python", PACKAGES, page.parent, EXAMPLE))
         # A name without a folder may stand for a file of any folder.
-        folders = (PACKAGES, ROOT / "test", EXAMPLE)
+        folders = (ROOT / "python", ROOT / "test", EXAMPLE)
         found = found or ("/" not in name and any(any(folder.rglob(name)) for folder in folders))
         assert found, f"{name} does not exist"
 

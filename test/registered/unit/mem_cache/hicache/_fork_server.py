@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sglang.srt.mem_cache.hicache.cli.ranks.processes import forking_context
+from kvlayouts.ranks.processes import forking_context
 
 if TYPE_CHECKING:
     from multiprocessing.context import ForkServerContext

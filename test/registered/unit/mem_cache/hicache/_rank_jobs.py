@@ -9,11 +9,11 @@ import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from sglang.srt.mem_cache.hicache.cli.ranks.messages import Finished, Progress
+from kvlayouts.ranks.messages import Finished, Progress
 
 if TYPE_CHECKING:
-    from sglang.srt.mem_cache.hicache.cli.ranks.launch import Outbox
-    from sglang.srt.mem_cache.hicache.cli.ranks.messages import RankOrder
+    from kvlayouts.ranks.launch import Outbox
+    from kvlayouts.ranks.messages import RankOrder
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -9,10 +9,10 @@ import re
 from pathlib import Path
 from typing import Any
 
-from sglang.srt.mem_cache.hicache.cli.replay.config import TRACE_BLOCK_TOKENS, ReplayConfig
-from sglang.srt.mem_cache.hicache.cli.replay.trace import Trace, TraceRequest, read_trace
+from kvlayouts.replay.config import TRACE_BLOCK_TOKENS, ReplayConfig
+from kvlayouts.replay.trace import Trace, TraceRequest, read_trace
 
-FAULTY_LAYOUTS = Path(__file__).parent / "cli" / "faulty_layouts"
+FAULTY_LAYOUTS = Path(__file__).parents[2] / "kvlayouts" / "faulty_layouts"
 
 
 def conversations(*, requests: int, talks: int = 5, blocks: int = 8, seed: int = 0) -> list[TraceRequest]:

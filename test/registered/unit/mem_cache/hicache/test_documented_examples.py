@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 from sglang.test.ci.ci_register import register_cpu_ci
 
-from sglang.srt.mem_cache.hicache.cli.main import main
+from kvlayouts.main import main
 from sglang.srt.mem_cache.hicache.cpu.support import install_cpu_support
 
 if TYPE_CHECKING:

@@ -8,9 +8,9 @@ from sglang.srt.plugins import load_plugins
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.test_utils import CustomTestCase
 
+from kvlayouts import main as command
 from sglang.srt.mem_cache.hicache.check import installation
 from sglang.srt.mem_cache.hicache.check.installation import check_installation
-from sglang.srt.mem_cache.hicache.cli import main as command
 from sglang.srt.mem_cache.hicache.server import args as server_args
 from sglang.srt.mem_cache.hicache.server import plugin
 

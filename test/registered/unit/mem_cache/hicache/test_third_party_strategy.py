@@ -22,8 +22,8 @@ from sglang.srt.arg_groups.model_override_base import resolving_view
 from sglang.srt.plugins import load_plugins
 from sglang.test.ci.ci_register import register_cpu_ci
 
+from kvlayouts.main import main
 from sglang.srt.mem_cache.hicache.check import installation
-from sglang.srt.mem_cache.hicache.cli.main import main
 from sglang.srt.mem_cache.hicache.server import args as server_args
 from sglang.srt.mem_cache.hicache.server.choice import choice_of
 from sglang.srt.mem_cache.hicache.server.refusals import ModelFacts, ServerFacts

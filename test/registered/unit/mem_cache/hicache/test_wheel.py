@@ -53,7 +53,7 @@ class TestWheel(CustomTestCase):
     def test_it_carries_every_stub_and_no_package_of_sglangs(self) -> None:
         expected = {STUBS + file.relative_to(ROOT / "typings").as_posix() for file in (ROOT / "typings").rglob("*.pyi")}
         self.assertEqual({name for name in self.names if name.startswith(STUBS)}, expected)
-        ours = ("sglang/srt/mem_cache/hicache/", "sglang/srt/mem_cache/layouts/", "sglang_kv_layouts-")
+        ours = ("kvlayouts/", "sglang/srt/mem_cache/hicache/", "sglang/srt/mem_cache/layouts/", "sglang_kv_layouts-")
         self.assertEqual([name for name in self.names if not name.startswith(ours)], [])
 
     def test_check_compares_the_signatures_with_what_is_in_the_wheel(self) -> None:

@@ -1,0 +1,36 @@
+"""What a rank reports of a replay. Imports no SGLang class, so that the starting process stays light."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvlayouts.replay.results import HitPoint
+    from sglang.srt.mem_cache.hicache.tree.stats import CacheStats
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankReport:
+    """What one rank found with one layout. Token counts and pages in use are equal on all ranks if they agree.
+
+    `lane` is the one whose pages this rank stores; `_capacity_pages` are those of one lane.
+    """
+
+    requests: int
+    device_hit_tokens: int
+    host_hit_tokens: int
+    computed_tokens: int
+    logical_capacity_tokens: int
+    device_bytes: int
+    host_bytes: int
+    lane: int
+    device_pages_per_lane: tuple[int, ...]
+    host_pages_per_lane: tuple[int, ...]
+    device_capacity_pages: int
+    host_capacity_pages: int
+    stats: CacheStats
+    digests_equal: bool
+    verified_tokens: int
+    mismatched_tokens: int
+    hit_series: tuple[HitPoint, ...]
