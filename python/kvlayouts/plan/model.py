@@ -54,8 +54,8 @@ def read_model(path: Path, *, layout: str, dtype: options.KVCacheDtype, attentio
     """The geometry of the model whose config.json, or the folder that holds it, is `path`.
 
     Heads of an MHA model are dealt to `attention_tp_size` ranks. Raises `ReplayInputError`, naming the file, for one
-    that cannot be read or that SGLang cannot use, and for a model that a server refuses with every layout strategy, such
-    as `layout`, or cannot load, in the server's words.
+    that cannot be read or that SGLang cannot use, and, in a server's words, for a model that one cannot load or refuses
+    with every layout strategy, such as `layout`.
     """
     file = path / "config.json" if path.is_dir() else path
     _check_file(file)

@@ -9,7 +9,6 @@ import torch.distributed as dist
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 
 from sglang.srt.mem_cache.hicache.device.pools import build_device_pool
-from sglang.srt.mem_cache.hicache.environment import refuse_lanes_that_ranks_share
 from sglang.srt.mem_cache.hicache.radix_cache import HiRadixCache
 from sglang.srt.mem_cache.hicache.settings import ShardGroup
 from sglang.srt.mem_cache.hicache.slots.allocator import CPSharedPagedTokenToKVPoolAllocator
@@ -49,8 +48,6 @@ def build_rank_cache(
     for a layout or sizes that do not fit.
     """
     layout = create_layout(choice)
-    if dist.group.WORLD is not None:
-        refuse_lanes_that_ranks_share(layout, dist.group.WORLD)
     device_pool = build_device_pool(
         geometry.kind, tokens=rank_tokens, page_size=choice.page_size, layers=LAYERS, geometry=geometry
     )

@@ -22,7 +22,8 @@ turns these answers into admissions and evictions without asking the other ranks
 its arguments, and the same call raises again.
 
 **Lanes.** A *lane* is the pages of one owner. A strategy with one copy of everything on each rank has
-one lane, every other one a lane for each rank: pages are gathered by a sum, to which a second copy would be added. Arrays are numpy, in host memory, one number a page; see `pages`.
+one lane, every other one a lane for each rank: pages are gathered by a sum, to which a second copy would be added.
+Arrays are numpy, in host memory, one number a page; see `pages`.
 """
 
 from __future__ import annotations

@@ -167,6 +167,24 @@ class TestRefusedAtConstruction(CacheTestCase):
             group = ShardGroup(kind=GroupKind.ATTENTION_CP, size=size, rank=rank)
             self._refused(f"--kv-layout-strategy cp_shared was built for {what}", _DSA, group=group)
 
+    def test_a_strategy_whose_lanes_are_not_one_for_each_rank_is_refused_though_it_validates_nothing(self) -> None:
+        class ValidatesNothing(CpSharedLayout):
+            def validate(self, environment: LayoutEnvironment) -> None:
+                """Everything fits."""
+
+        spec = CacheSpec()
+        for lanes, ranks in ((2, 4), (3, 2)):
+            layout = ValidatesNothing(page_size=spec.page_size, cp_size=lanes, cp_rank=1)
+            told = f"a rank stores lane 1 of {lanes} in a group of {ranks}; accepted: {ranks} lanes"
+            with self.assertRaisesRegex(LayoutConfigError, told):
+                HiRadixCache(
+                    make_params(spec, make_allocator(spec, layout, make_device_pool(spec))),
+                    layout=layout,
+                    settings=make_settings(spec),
+                    group=ShardGroup(kind=GroupKind.ATTENTION_CP, size=ranks, rank=1),
+                )
+            self.assertEqual(self.host_allocations, 0)
+
     def test_an_allocator_without_the_layouts_lanes_is_refused(self) -> None:
         spec = CacheSpec()
         allocator = PagedTokenToKVPoolAllocator(32, 4, torch.bfloat16, "cpu", make_device_pool(spec), need_sort=False)

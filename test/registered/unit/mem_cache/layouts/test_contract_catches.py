@@ -235,7 +235,7 @@ def test_ranks_in_another_order_have_a_lane_each_all_the_same() -> None:
 @pytest.mark.parametrize("broken", [_TwoCopies, _ALaneThatNobodyServes, _TwoRanksHaveTheLastLane, _RowsOfTheNextRank])
 def test_what_is_noticed_is_refused_at_start_in_one_line(broken: type[CpSharedLayout]) -> None:
     ranks = [broken(page_size=4, cp_size=4, cp_rank=rank) for rank in range(4)]
-    with pytest.raises(LayoutConfigError, match="^--kv-layout-strategy cp_shared: rank.*; accepted: [^\n]*$"):
+    with pytest.raises(LayoutConfigError, match=r"^--kv-layout-strategy cp_shared: rank.*; accepted: [^\n]*$"):
         refuse_shared_owners(ranks)
 
 
@@ -250,7 +250,7 @@ def test_a_strategy_that_raises_when_asked_is_refused_by_name() -> None:
         def lanes_of(self, slot_pages: PageArray) -> LaneArray:
             raise ZeroDivisionError("two\nlines")
 
-    with pytest.raises(LayoutConfigError, match="cp_shared: ZeroDivisionError when asked .*: two lines; accepted"):
+    with pytest.raises(LayoutConfigError, match=r"cp_shared: ZeroDivisionError when asked .*: two lines; accepted"):
         refuse_shared_owners([Raises(page_size=4, cp_size=2, cp_rank=rank) for rank in range(2)])
 
 
