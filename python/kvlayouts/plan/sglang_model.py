@@ -72,7 +72,7 @@ class SGLangModel:
     @property
     def architecture(self) -> str:
         """The model's class."""
-        return self._model.hf_config.architectures[0]
+        return (self._model.hf_config.architectures or [""])[0]
 
     def check_served(self) -> None:
         """Raise SGLang's ``ValueError`` for a model that a server of this release cannot load."""
