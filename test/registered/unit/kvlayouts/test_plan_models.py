@@ -142,6 +142,12 @@ def test_code_beside_a_config_is_not_run(tmp_path: Path) -> None:
     assert not trace.exists()
 
 
+def test_code_of_a_repository_is_not_asked_for(tmp_path: Path) -> None:
+    elsewhere = {"auto_map": {**MINIMAX_TEXT_01["auto_map"], "AutoModel": "nobody/nothing--modeling.Model"}}
+    with pytest.raises(ReplayInputError, match="'AutoModel' is not present"):
+        _read(write_config(tmp_path, MINIMAX_TEXT_01 | elsewhere))
+
+
 def test_nothing_but_the_answer_is_said(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     _read(write_config(tmp_path, DEEPSEEK_V3_2))
     assert capfd.readouterr() == ("", "")

@@ -101,14 +101,12 @@ def _wrong_rows(layout: object, page_size: int, slot_pages: PageArray, wanted: P
     within = np.array([0, page_size - 1])  # a page is as good as its ends: a layout knows no other slots of it
     slots = torch.from_numpy(slot_pages[:, None] * page_size + within)
     rows = layout.local_rows(slots).numpy()
-    stored = rows // page_size
-    at = _first_difference(stored[:, 0], wanted)
-    if at is not None:
-        return f"has slot page {slot_pages[at]} in row page {stored[at, 0]}; by its lanes and backups in {wanted[at]}"
-    at = _first_difference(stored[:, 1], wanted)
-    if at is not None or (wanted[:, None] * page_size + within != rows)[wanted > 0].any():
-        return "has the slots of a page in rows that do not follow one another"
-    return None
+    elsewhere = (wanted == 0)[:, None] & (rows >= 0) & (rows < page_size)
+    right = elsewhere | ((wanted > 0)[:, None] & (rows == wanted[:, None] * page_size + within))
+    if right.all():
+        return None
+    at = int(np.flatnonzero(~right.all(axis=1))[0])
+    return f"has slot page {slot_pages[at]} in rows {rows[at]}; by its lanes and backups in row page {wanted[at]}"
 
 
 def _first_pages(lane_count: int) -> PageArray:
