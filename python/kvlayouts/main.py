@@ -219,6 +219,7 @@ def replay(
         seed=seed,
     )
     check_layouts(config, requests_trace)
+    check_memory(config)
     results = _run(config, requests_trace, show_traceback)
     _show(config, requests_trace, results, outputs)
     return EXIT_OK if all(result.passed for result in results.values()) else EXIT_FAILED
@@ -258,6 +259,23 @@ def check_layouts(config: ReplayConfig, trace: Trace) -> None:
         check_known(name)
         layout = create_group(name, page_size=config.page_size, ranks=config.cp_size, options=config.layout_options)[0]
         check_device_tokens(trace, config.page_size, config.device_tokens, name, layout.logical_tokens)
+
+
+def check_memory(config: ReplayConfig) -> None:
+    """Raise `ReplayInputError` if the machine has no room for the pools of all ranks, which no layout changes."""
+    from kvlayouts.ranks.memory import refuse_more_than_there_is
+    from kvlayouts.replay.geometries import GEOMETRIES
+    from sglang.srt.mem_cache.layouts.config import PoolKind
+
+    sizes = f"--device-tokens {config.device_tokens} and --host-ratio {config.host_ratio:g}"
+    refuse_more_than_there_is(
+        f"--cp-size {config.cp_size} with {sizes}",
+        GEOMETRIES[PoolKind(config.pool)],
+        ranks=config.cp_size,
+        device_pages=config.device_pages,
+        host_pages=config.host_pages,
+        page_size=config.page_size,
+    )
 
 
 def check_outputs(trace_path: Path, outputs: Mapping[str, Path | None]) -> None:

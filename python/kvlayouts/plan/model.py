@@ -62,10 +62,10 @@ def read_model(path: Path, *, layout: str, dtype: options.KVCacheDtype, attentio
     from kvlayouts.plan.sglang_model import SGLangModel
 
     try:
-        model = SGLangModel(file)
+        model = SGLangModel(file, kv_cache_dtype=dtype)
         refuse_for_every_layout(model.facts, layout)
         model.check_served()
-        layers, rows, index = model.kv_bytes(dtype=dtype, attention_tp_size=attention_tp_size)
+        layers, rows, index = model.kv_bytes(attention_tp_size=attention_tp_size)
     except ReplayInputError:
         raise
     except Exception as error:  # of any kind: SGLang and Transformers check little

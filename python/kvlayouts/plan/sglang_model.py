@@ -55,19 +55,20 @@ _STORED_AS: Final[Mapping[str, torch.dtype]] = {
 
 
 class SGLangModel:
-    """SGLang's answers about the model of `config_file`.
+    """SGLang's answers about the model of `config_file`. With `auto` its KV is stored in the model's own dtype.
 
     Making one raises whatever SGLang and Transformers raise for a file that they cannot use.
     """
 
-    def __init__(self, config_file: Path) -> None:
+    def __init__(self, config_file: Path, *, kv_cache_dtype: KVCacheDtype) -> None:
         with quiet(), tempfile.TemporaryDirectory() as folder:
             shutil.copyfile(config_file, Path(folder, "config.json"))
             try:
                 self._model = ModelConfig(folder, trust_remote_code=False, model_config_parser=_PARSER)
             except Exception as error:
                 raise ValueError(" ".join(str(error).replace(folder, str(config_file)).split())) from error
-        self.facts: ModelFacts = model_facts(self._model)
+        self._stored = _STORED_AS.get(kv_cache_dtype, self._model.dtype)
+        self.facts: ModelFacts = model_facts(self._model, kv_cache_dtype)
 
     @property
     def architecture(self) -> str:
@@ -80,12 +81,8 @@ class SGLangModel:
         with quiet():
             get_model_architecture(self._model)
 
-    def kv_bytes(self, *, dtype: KVCacheDtype, attention_tp_size: int) -> tuple[int, int, int]:
-        """Layers with KV, and the bytes of a token on one of `attention_tp_size` ranks: of KV rows, of a DSA index.
-
-        With `auto` KV is stored in the model's own dtype.
-        """
-        stored = _STORED_AS.get(dtype, self._model.dtype)
+    def kv_bytes(self, *, attention_tp_size: int) -> tuple[int, int, int]:
+        """Layers with KV, and the bytes of a token on one of `attention_tp_size` ranks: of KV rows, of a DSA index."""
         with quiet(), standalone_runtime(world_size=attention_tp_size) as server_args:
             layers = resolve_layer_indices(
                 model=None,
@@ -104,7 +101,7 @@ class SGLangModel:
                 model=None,
                 model_config=self._model,
                 server_args=server_args,
-                kv_cache_dtype=stored,
+                kv_cache_dtype=self._stored,
                 model_dtype=self._model.dtype,
                 page_size=1,
                 sliding_window_size=None,
@@ -125,8 +122,8 @@ class SGLangModel:
             token = round(_BUDGET_BYTES / sizes.max_total_num_tokens)  # exact: a token is far below the budget's root
             rows = token
             if self.facts.is_mla:
-                row = calculate_mla_kv_cache_dim(model_config=self._model, kv_cache_dtype=stored)
-                rows = row * count * stored.itemsize
+                row = calculate_mla_kv_cache_dim(model_config=self._model, kv_cache_dtype=self._stored)
+                rows = row * count * self._stored.itemsize
         return count, rows, token - rows
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 
+from kvlayouts.ranks.memory import LAYERS
 from sglang.srt.mem_cache.hicache.device.pools import build_device_pool
 from sglang.srt.mem_cache.hicache.radix_cache import HiRadixCache
 from sglang.srt.mem_cache.hicache.settings import ShardGroup
@@ -17,11 +18,9 @@ from sglang.srt.mem_cache.layouts import GroupKind, create_layout
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.memory_pool import KVCache
 
-    from sglang.srt.mem_cache.hicache.device.pools import Geometry
+    from sglang.srt.mem_cache.hicache.device.geometry import Geometry
     from sglang.srt.mem_cache.hicache.settings import HiCacheSettings
     from sglang.srt.mem_cache.layouts import AnyKVLayoutStrategy, LayoutConfig
-
-LAYERS = 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -26,7 +25,6 @@ TRACE_BLOCK_TOKENS: Final = 512
 
 MAX_CP_SIZE: Final = 64
 MAX_PAGE_SIZE_TOKENS: Final = 1024
-MAX_HOST_RATIO: Final = 1000.0
 MAX_DEVICE_TOKENS: Final = 2**28
 """More than any GPU holds; each token takes kilobytes on every rank."""
 MAX_SEED: Final = 2**32 - 1
@@ -132,9 +130,15 @@ def check_dsa_page_size(page_size: int, why: str) -> None:
 
 
 def check_host_ratio(host_ratio: float) -> None:
-    """Raise `ReplayInputError` unless `0 < host_ratio <= MAX_HOST_RATIO`; not-a-number is refused too."""
-    if math.isnan(host_ratio) or not 0 < host_ratio <= MAX_HOST_RATIO:
-        raise ReplayInputError(f"--host-ratio {host_ratio:g}: must be above 0 and at most {MAX_HOST_RATIO:g}")
+    """Raise `ReplayInputError` for a ratio that a server would refuse."""
+    # The rule is the server's, and SGLang's package loads PyTorch: help and other mistakes are told without it.
+    from sglang.srt.mem_cache.hicache.host.sizes import check_ratio
+    from sglang.srt.mem_cache.layouts.errors import LayoutConfigError
+
+    try:
+        check_ratio("--host-ratio", host_ratio)
+    except LayoutConfigError as error:
+        raise ReplayInputError(str(error)) from error
 
 
 def check_output_file(flag: str, path: Path | None) -> None:

@@ -18,12 +18,13 @@ import torch.distributed as dist
 from sglang.srt.mem_cache.base_prefix_cache import InitLoadBackParams, InsertParams, MatchPrefixParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
-from kvlayouts.ranks.cache import LAYERS, build_rank_cache
+from kvlayouts.ranks.cache import build_rank_cache
+from kvlayouts.ranks.memory import LAYERS
 from kvlayouts.replay.content import KVContent, Words, prefix_sums
+from kvlayouts.replay.geometries import GEOMETRIES
 from kvlayouts.replay.messages import RankReport
 from kvlayouts.replay.results import HitPoint, HitSeriesRecorder
 from kvlayouts.replay.trace import token_ids
-from sglang.srt.mem_cache.hicache.device.pools import DsaGeometry, Geometry, MhaGeometry, MlaGeometry
 from sglang.srt.mem_cache.hicache.device.pools import bytes_of as device_bytes_of
 from sglang.srt.mem_cache.hicache.host.pools import host_bytes_of
 from sglang.srt.mem_cache.hicache.settings import HiCacheSettings
@@ -40,11 +41,6 @@ if TYPE_CHECKING:
 
 CHECKPOINTS = 16
 SAMPLED_ONE_IN = 16
-GEOMETRIES: dict[PoolKind, Geometry] = {
-    PoolKind.MLA: MlaGeometry(kv_lora_rank=512, qk_rope_head_dim=64),
-    PoolKind.DSA: DsaGeometry(),
-    PoolKind.MHA: MhaGeometry(heads=1, head_dim=128),
-}
 
 
 class RankReplay:
@@ -63,7 +59,10 @@ class RankReplay:
             geometry=GEOMETRIES[PoolKind(config.pool)],
             rank_tokens=config.device_tokens,
             settings=HiCacheSettings(
-                write_policy=config.policy, mem_layout=config.host_layout, host_ratio=config.host_ratio
+                write_policy=config.policy,
+                mem_layout=config.host_layout,
+                host_ratio=config.host_ratio,
+                ranks_on_machine=config.cp_size,
             ),
             eviction_policy=config.eviction_policy,
         )

@@ -98,9 +98,22 @@ def _layout_options(layout: str, layout_config: str | None) -> Mapping[str, obje
 
 def _check_layout(config: SoakConfig) -> None:
     from kvlayouts.explain.strategies import check_known, create_group
+    from kvlayouts.ranks.memory import refuse_more_than_there_is
+    from kvlayouts.soak.geometries import GEOMETRIES
+    from sglang.srt.mem_cache.layouts.config import PoolKind
 
     check_known(config.layout)
-    create_group(config.layout, page_size=config.page_size, ranks=config.ranks, options=config.layout_options)
+    lanes = create_group(config.layout, page_size=config.page_size, ranks=config.ranks, options=config.layout_options)[
+        0
+    ].lane_count
+    refuse_more_than_there_is(
+        f"--ranks {config.ranks} with --layout {config.layout} and --page-size {config.page_size}",
+        GEOMETRIES[PoolKind(config.pool)],
+        ranks=config.ranks,
+        device_pages=config.device_pages(lanes),
+        host_pages=config.host_pages(lanes),
+        page_size=config.page_size,
+    )
 
 
 def _run(config: SoakConfig, json_path: Path | None) -> int:

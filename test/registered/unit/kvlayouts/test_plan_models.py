@@ -128,8 +128,8 @@ def test_a_model_that_sglang_cannot_load_is_refused_in_its_words(config: Config,
 
 @pytest.mark.parametrize(("changes", "heads"), [({}, 8), ({"new_decoder_architecture": False}, 1)])
 def test_kv_heads_are_sglangs_total_whatever_the_key_is_called(changes: Config, heads: int, tmp_path: Path) -> None:
-    model = SGLangModel(write_config(tmp_path, FALCON_40B | changes))
-    assert model.kv_bytes(dtype="auto", attention_tp_size=1) == (60, 60 * heads * 64 * 2 * 2, 0)
+    model = SGLangModel(write_config(tmp_path, FALCON_40B | changes), kv_cache_dtype="auto")
+    assert model.kv_bytes(attention_tp_size=1) == (60, 60 * heads * 64 * 2 * 2, 0)
 
 
 def test_code_beside_a_config_is_not_run(tmp_path: Path) -> None:

@@ -183,13 +183,13 @@ def test_the_simulation_agrees_with_a_replay_on_real_ranks_for_both_layouts(tmp_
         assert {hits.loads} == set(result.load_acks_per_rank)
 
 
-def test_the_simulation_gives_the_hits_and_evictions_of_the_replay_in_the_readme() -> None:
-    readme = (Path(__file__).parents[4] / "README.md").read_text(encoding="utf-8")
-    assert "kvlayouts replay --block-tokens 64 --device-tokens 65536\n" in readme
+def test_the_simulation_gives_the_hits_and_evictions_of_the_replay_in_its_guide() -> None:
+    guide = (Path(__file__).parents[4] / "docs" / "replay.md").read_text(encoding="utf-8")
+    assert "kvlayouts replay --block-tokens 64 --device-tokens 65536\n" in guide
 
     def row(label: str) -> tuple[int, ...]:
-        found = re.search(rf"^ *{label} +([\d,]+)[^\d]+(?:[\d.]+ %\))? *([\d,]+)", readme, re.MULTILINE)
-        assert found is not None, f"the README has no row {label}"
+        found = re.search(rf"^ *{label} +([\d,]+)[^\d]+(?:[\d.]+ %\))? *([\d,]+)", guide, re.MULTILINE)
+        assert found is not None, f"the guide has no row {label}"
         return tuple(int(number.replace(",", "")) for number in found.groups())
 
     names = ("identity", "cp_shared")

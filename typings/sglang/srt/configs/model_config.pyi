@@ -15,6 +15,11 @@ class ModelConfig:
     def __init__(
         self, model_path: str, trust_remote_code: bool = True, *, model_config_parser: str = "auto"
     ) -> None: ...
+    head_dim: int
+    v_head_dim: int
+    kv_lora_rank: int
+    qk_rope_head_dim: int
+    index_head_dim: int
 
 def get_dsa_index_kpool(config: object) -> int: ...
 def is_deepseek_dsa(config: object) -> bool: ...

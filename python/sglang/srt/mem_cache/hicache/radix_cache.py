@@ -96,6 +96,7 @@ class HiRadixCache(NoStorageTier, TieredRadixTree[MetadataT], Generic[MetadataT]
             size_gb=settings.host_gb,
             page_size=layout.page_size,
             mem_layout=settings.mem_layout,
+            ranks_on_machine=settings.ranks_on_machine,
         )
         self.load_cache_event = threading.Event()
         self.cache_controller: HiCacheController[MetadataT] = HiCacheController(
@@ -110,6 +111,9 @@ class HiRadixCache(NoStorageTier, TieredRadixTree[MetadataT], Generic[MetadataT]
         self.in_flight: InFlight[MetadataT] = InFlight()
         self.stats = CacheStats()
         super().__init__(params, layout)
+
+    def init_metrics_collector(self) -> None:
+        """None yet: SGLang's knows no rank. A server gives the cache one that does (`metrics.traffic_collector`)."""
 
     def reset(self) -> None:
         """Drop the whole cache, transfers under way included, and give all host memory back.

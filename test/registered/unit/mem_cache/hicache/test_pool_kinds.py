@@ -14,7 +14,9 @@ from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.test_utils import CustomTestCase
 
 import sglang
+from sglang.srt.mem_cache.hicache.cpu.pools import CpuDSATokenToKVPool, CpuMLATokenToKVPool
 from sglang.srt.mem_cache.hicache.device.kinds import kind_of_pool_class, pool_kind
+from sglang.srt.mem_cache.hicache.device.shared_pools import LayoutMLATokenToKVPool
 from sglang.srt.mem_cache.layouts import PoolKind
 
 if TYPE_CHECKING:
@@ -78,6 +80,11 @@ OUR_PACKAGES = ("mem_cache.layouts", "mem_cache.hicache")
 
 
 class TestPoolKinds(CustomTestCase):
+    def test_a_pool_class_of_ours_counts_as_the_one_it_extends_in_whatever_room_it_lies(self) -> None:
+        self.assertIs(kind_of_pool_class(LayoutMLATokenToKVPool), PoolKind.MLA)
+        self.assertIs(kind_of_pool_class(CpuMLATokenToKVPool), PoolKind.MLA)
+        self.assertIs(kind_of_pool_class(CpuDSATokenToKVPool), PoolKind.DSA)
+
     def test_every_device_pool_class_of_the_installed_sglang_has_been_looked_at(self) -> None:
         listed = {(module, name) for module, names in DEVICE_POOLS.items() for name in names}
         listed |= {(module, name) for module, names in HARDWARE_POOLS.items() for name in names}

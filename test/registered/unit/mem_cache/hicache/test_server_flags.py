@@ -79,6 +79,8 @@ GOOD: dict[str, Any] = {
     "model_path": "none",
     "enable_hierarchical_cache": True,
     "hicache_io_backend": "direct",
+    "hicache_mem_layout": "page_first_direct",
+    "hicache_ratio": 2.0,
     "page_size": 64,
     "tp_size": 2,
     "attention_backend": "torch_native",
@@ -274,7 +276,7 @@ class TestCheckBeforeTheLaunch(FlagsTestCase):
 
     def test_without_our_flags_nothing_is_looked_at(self) -> None:
         with mock.patch.object(server_args, "server_facts", side_effect=AssertionError):
-            server_args.check(None, _sglang.ServerArgs(model_path="none"))
+            server_args.check(lambda _: None, _sglang.ServerArgs(model_path="none"))
 
     def _check(self, fields: dict[str, Any], shard_size: int = 2, strategy: str = "cp_shared") -> Any:  # noqa: ANN401  # ServerArgs
         """Run the hook on a real record; only the model's configuration, which would be a file, is given."""
@@ -282,7 +284,7 @@ class TestCheckBeforeTheLaunch(FlagsTestCase):
         record = build(**{**GOOD, **fields}, kv_layout_strategy=strategy)
         facts = ServerFacts(args=resolving_view(record), shard_size=shard_size, **self.FACTS)
         with mock.patch.object(server_args, "server_facts", return_value=facts):
-            server_args.check(None, record)
+            server_args.check(lambda _: None, record)
         return record
 
     def test_shard_groups_are_counted_as_sglang_divides_ranks(self) -> None:

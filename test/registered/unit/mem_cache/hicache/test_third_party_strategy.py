@@ -37,18 +37,17 @@ if TYPE_CHECKING:
 register_cpu_ci(est_time=150, suite="base-a-test-cpu")
 pytestmark = pytest.mark.timeout(300)
 
-SHOWN_FILES = (
+FILES = (
     "pyproject.toml",
     "src/keyed_layout/__init__.py",
     "src/keyed_layout/keys.py",
     "src/keyed_layout/layout.py",
     "tests/test_contract.py",
 )
-LAYOUT_FILE = SHOWN_FILES[3]
+LAYOUT_FILE = FILES[3]
 PIP_INSTALL = "pip install --no-deps --no-build-isolation -e keyed-layout"
 EDITABLE_MYPY = "MYPYPATH=$CHECKOUT/python mypy "
 LAUNCH = "python -m sglang.launch_server "
-MACHINE_ROWS = ("seconds", "requests/s")
 
 
 @pytest.fixture(scope="module")
@@ -75,13 +74,11 @@ def mypy_cache(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 
 def test_the_code_on_the_page_is_the_packages() -> None:
-    shown: dict[str, list[str]] = {}
-    for block in (*blocks("toml"), *blocks("python")):
-        shown.setdefault(block.title, []).extend(block.text.splitlines())
-    assert tuple(shown) == SHOWN_FILES
-    for name, lines in shown.items():
-        real = (EXAMPLE / name).read_text(encoding="utf-8").splitlines()
-        assert [line for line in lines if line] == [line for line in real if line], name
+    excerpts = (*blocks("toml"), *blocks("python"))
+    assert len(excerpts) > 5
+    for block in excerpts:
+        assert block.title in FILES
+        assert block.text.rstrip() in (EXAMPLE / block.title).read_text(encoding="utf-8"), block.text
 
 
 def test_no_block_and_no_command_of_the_page_goes_unchecked() -> None:
@@ -92,9 +89,9 @@ def test_no_block_and_no_command_of_the_page_goes_unchecked() -> None:
     assert all(outputs(start) for start in checked[1:])
 
 
-def test_the_tree_of_files_on_the_page_is_what_the_page_then_shows() -> None:
+def test_the_tree_of_files_on_the_page_is_the_packages() -> None:
     listed = re.findall(r"([\w.]+\.\w+)", blocks("text")[0].text)
-    assert sorted(listed) == sorted([*(name.split("/")[-1] for name in SHOWN_FILES), "py.typed"])
+    assert sorted(listed) == sorted([*(name.split("/")[-1] for name in FILES), "py.typed"])
 
 
 @pytest.mark.usefixtures("installed")
@@ -207,7 +204,7 @@ def test_explain_draws_its_stripes(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.usefixtures("installed")
-def test_replay_prints_the_table_of_the_page(
+def test_replay_prints_the_lines_of_the_page(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     forking_context_for_tests()
@@ -215,7 +212,8 @@ def test_replay_prints_the_table_of_the_page(
     ((command, shown),) = [(line, output) for line, output in commands() if line.startswith("kvlayouts replay ")]
     assert main(shlex.split(command)[1:]) == 0
     said = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
-    assert _without_machine(said) == _without_machine(shown)
+    assert len(shown) > 5
+    assert [line for line in shown if line != "..." and line not in said] == []
 
 
 @pytest.mark.usefixtures("installed")
@@ -223,7 +221,7 @@ def test_a_server_takes_it_with_its_settings() -> None:
     record = _checked(
         "--kv-layout-strategy keyed --hicache-io-backend direct --attention-backend torch_native"
         """ --kv-layout-config '{"stripe_pages": 8, "store": "bf16"}' --tp-size 2 --page-size 64"""
-        " --enable-hierarchical-cache"
+        " --enable-hierarchical-cache --hicache-ratio 2 --hicache-mem-layout layer_first"
     )
     choice = choice_of(record)
     assert choice is not None
@@ -278,7 +276,7 @@ def _checked(flags: str) -> Any:  # noqa: ANN401  # ServerArgs
     record = sglang.prepare_server_args(["--model-path", "none", *arguments])
     facts = ServerFacts(args=resolving_view(record), model=ModelFacts(), shard_size=2, on_cpu=True)
     with mock.patch.object(server_args, "server_facts", return_value=facts):
-        server_args.check(None, record)
+        server_args.check(lambda _: None, record)
     return record
 
 
@@ -307,7 +305,3 @@ def _patched(diff: str) -> str:
 
 def _without_seconds(lines: list[str]) -> list[str]:
     return [re.sub(r" in [\d.]+s$", " in", line) for line in lines]
-
-
-def _without_machine(lines: list[str]) -> list[str]:
-    return [line for line in lines if not line.startswith(MACHINE_ROWS)]

@@ -12,7 +12,7 @@ from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool, KVCache, MHAToken
 
 from sglang.srt.mem_cache.layouts import PoolKind
 
-_OUR_PACKAGE = __name__.rpartition(".")[0] + "."
+_OUR_PACKAGE = "sglang.srt.mem_cache.hicache."
 _HISPARSE_CLASSES = frozenset({"HiSparseDSATokenToKVPool", "HiSparseC4DevicePool"})
 _SERVED_CLASSES: dict[type[KVCache], PoolKind] = {
     MHATokenToKVPool: PoolKind.MHA,

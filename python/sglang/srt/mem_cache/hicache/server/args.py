@@ -20,6 +20,7 @@ from sglang.srt.mem_cache.layouts.registry import known_layouts
 from .choice import CONFIG_FLAG, CP_SHARED_FLAG, STRATEGY_FLAG, attach_choice, choice_of, choose
 from .graphs import phases_asked_for, phases_with_graphs, turn_graphs_off
 from .refusals import RADIX_BACKEND, ServerFacts, refuse_what_does_not_fit
+from .values import refuse_sizes, refuse_values
 
 if TYPE_CHECKING:
     import argparse
@@ -74,15 +75,18 @@ def keyword_factory(original: Callable[..., ServerArgs]) -> Callable[..., Server
     return build
 
 
-def check(_result: None, server_args: ServerArgs) -> None:
-    """After ``ServerArgs.check_server_args``, in the parent: refuse what does not fit, name what is unusual.
+def check(original: Callable[[ServerArgs], None], server_args: ServerArgs) -> None:
+    """Around ``ServerArgs.check_server_args``, in the parent: refuse what does not fit, name what is unusual.
 
-    A strategy that shares pages out over a group of one rank becomes `identity`, with a warning. Raises
-    `LayoutConfigError`, with nothing spawned.
+    Numbers that SGLang's own check divides by are judged before it, all else after it. A strategy that shares pages
+    out over a group of one rank becomes `identity`, with a warning. Raises `LayoutConfigError`, with nothing spawned.
     """
     choice = choice_of(server_args)
     if choice is None:
+        original(server_args)
         return
+    refuse_sizes(resolving_view(server_args))
+    original(server_args)
     refuse_unsupported_release(choice.asked)
     from .plugin import refuse_missing_hooks
 
@@ -101,6 +105,7 @@ def check(_result: None, server_args: ServerArgs) -> None:
         attach_choice(server_args, choice)
     for warning in refuse_what_does_not_fit(facts, choice.asked, sharded=lanes > 1):
         logger.warning("%s", warning)
+    refuse_values(facts)
     if facts.graphs_on and lanes > 1:
         turn_graphs_off(server_args)
 
@@ -116,7 +121,7 @@ def server_facts(server_args: ServerArgs) -> ServerFacts:
     args = resolving_view(server_args)
     return ServerFacts(
         args=args,
-        model=model_facts(model_config_of(server_args)),
+        model=model_facts(model_config_of(server_args), args.kv_cache_dtype),
         shard_size=shard_size(args),
         on_cpu=not accelerator_present(),
         on_nvidia=is_cuda(),

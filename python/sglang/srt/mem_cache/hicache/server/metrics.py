@@ -1,20 +1,34 @@
-"""What a layout adds to SGLang's ``/metrics``, one series a rank of the shard group.
+"""What a server with a layout strategy tells ``/metrics``: SGLang's series of the cache, and ours.
 
-SGLang itself counts backed-up, loaded and evicted tokens and bytes of the cache; the names below begin with
-``sglang:kv_layout_``. Tokens are logical, equal on all ranks; bytes are this rank's.
+A scrape adds up what all processes say under the same labels. So each series carries the labels that SGLang gives its
+scheduler's (``tp_rank``, ``pp_rank``, ``dp_rank``), and what all ranks of a tree know alike, such as logical tokens,
+is said by its first rank only: whoever sums over ranks counts it once. Bytes and seconds are each rank's own::
+
+    tokens, refusals, imbalance   the first rank of each tree
+    bytes, seconds, device reads  every rank
 """
 
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
+from sglang.srt.observability.metrics_collector import (
+    STAT_LOGGER_ROLE_RADIX_CACHE,
+    RadixCacheMetricsCollector,
+    resolve_collector_class,
+)
 from sglang.srt.runtime_context import get_observability
+
+from ..radix_cache import HiRadixCache
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from ..radix_cache import HiRadixCache
+    from sglang.srt.distributed.parallel_state_wrapper import ParallelState
+    from sglang.srt.managers.scheduler_components.metrics_reporter import SchedulerMetricsReporter
+
     from .allocator import ServingSlotAllocator
 
 PREFIX: Final = "sglang:kv_layout_"
@@ -34,28 +48,88 @@ COUNTERS: Final[Mapping[str, str]] = {
     "refused_backups": "Backups that found no host room even after eviction.",
     "refused_loads": "Load-backs that found no device room even after eviction; the tokens were recomputed.",
     "off_lane_pages": "Pages of requests that went to another lane than their chain's, because that one was full.",
-    "page_reads": "Times that page numbers were read from the device, which waits for it; expected to stay 0.",
+    "page_reads": "Times that this rank read page numbers from its device, which waits for it; expected to stay 0.",
 }
+PER_RANK: Final = frozenset({"host_used_bytes", "zero_owned_backups", "page_reads"})  # the others are a tree's
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportingRank:
+    """A process of a server as ``/metrics`` knows it.
+
+    `labels` differ between any two ranks of a server. `speaks_for_tree` is true for one of the ranks that hold the
+    same tree: those of an attention group and of all pipeline stages.
+    """
+
+    labels: Mapping[str, str]
+    speaks_for_tree: bool
+
+    @classmethod
+    def at(cls, place: ParallelState) -> ReportingRank:
+        """The rank at `place`, with the labels that the user adds to all metrics."""
+        labels = {"tp_rank": str(place.tp_rank), "pp_rank": str(place.pp_rank)}
+        if place.dp_rank is not None:
+            labels["dp_rank"] = str(place.dp_rank)
+        return cls(
+            labels={**labels, **(get_observability().extra_metric_labels or {})},
+            speaks_for_tree=place.attn_tp_rank == place.attn_cp_rank == place.pp_rank == 0,
+        )
+
+
+def traffic_collector(cache_type: str, rank: ReportingRank) -> RadixCacheMetricsCollector:
+    """SGLang's collector for copies and evictions, or the user's, as `rank` uses it. Made once in a process."""
+    found = resolve_collector_class(STAT_LOGGER_ROLE_RADIX_CACHE, RadixCacheMetricsCollector)
+    if not rank.speaks_for_tree:
+        found = type(found.__name__, (_NoTokens, found), {})
+    return found(labels={"cache_type": cache_type, **rank.labels})
+
+
+class _NoTokens(RadixCacheMetricsCollector):
+    """The collector of a rank whose tokens another one counts."""
+
+    def increment_backup_num_tokens(self, num_tokens: int, pool: str) -> None:
+        pass
+
+    def increment_load_back_num_tokens(self, num_tokens: int, pool: str) -> None:
+        pass
+
+    def increment_eviction_num_tokens(self, num_tokens: int) -> None:
+        pass
+
+    def increment_dropped_tokens(self, num_tokens: int, reason: str, pool: str) -> None:
+        pass
+
+
+def report_host_tokens(_result: None, reporter: SchedulerMetricsReporter) -> None:
+    """After `_log_hicache_stats`, which counts the rows of one rank's host pool as tokens."""
+    cache = reporter.scheduler.tree_cache
+    if isinstance(cache, HiRadixCache):
+        reporter.stats.hicache_host_used_tokens = _host_used_tokens(cache)
+        reporter.stats.hicache_host_total_tokens = _host_capacity_tokens(cache)
 
 
 class LayoutMetrics:
     """Publishes a cache's state, at most once in `INTERVAL_SECONDS`. Needs prometheus_client."""
 
-    def __init__(self, cache: HiRadixCache[Any], allocator: ServingSlotAllocator) -> None:
+    def __init__(self, cache: HiRadixCache[Any], allocator: ServingSlotAllocator, rank: ReportingRank) -> None:
         # SGLang sets PROMETHEUS_MULTIPROC_DIR before this runs; the import must come after it.
         from prometheus_client import Counter, Gauge
 
         self._cache = cache
         self._allocator = allocator
-        labels = {"layout": cache.layout.name, "rank": str(cache.layout.lane)}
-        labels.update(get_observability().extra_metric_labels or {})
+        labels = {"layout": cache.layout.name, **rank.labels}
         names = list(labels)
         self._gauges = {
             name: Gauge(PREFIX + name, text, names, multiprocess_mode="mostrecent").labels(**labels)
             for name, text in GAUGES.items()
+            if rank.speaks_for_tree or name in PER_RANK
         }
-        self._counters = {name: Counter(PREFIX + name, text, names).labels(**labels) for name, text in COUNTERS.items()}
-        self._counted = dict.fromkeys(COUNTERS, 0)
+        self._counters = {
+            name: Counter(PREFIX + name, text, names).labels(**labels)
+            for name, text in COUNTERS.items()
+            if rank.speaks_for_tree or name in PER_RANK
+        }
+        self._counted = dict.fromkeys(self._counters, 0)
         self._next = 0.0
 
     def publish(self) -> None:
@@ -64,11 +138,12 @@ class LayoutMetrics:
         if now < self._next:
             return
         self._next = now + INTERVAL_SECONDS
-        for name, value in self.gauge_values().items():
-            self._gauges[name].set(value)
-        for name, value in self.counter_values().items():
-            self._counters[name].inc(value - self._counted[name])
-            self._counted[name] = value
+        gauges, counts = self.gauge_values(), self.counter_values()
+        for name, gauge in self._gauges.items():
+            gauge.set(gauges[name])
+        for name, counter in self._counters.items():
+            counter.inc(counts[name] - self._counted[name])
+            self._counted[name] = counts[name]
 
     def gauge_values(self) -> dict[str, int]:
         """Values of `GAUGES` now."""
@@ -79,8 +154,8 @@ class LayoutMetrics:
             "device_used_tokens": self._allocator.size - self._allocator.available_size(),
             "device_capacity_tokens": self._allocator.size,
             "device_page_imbalance": int(room.max() - room.min()),
-            "host_used_tokens": sum(used) * layout.page_size,
-            "host_capacity_tokens": ledger.capacity_pages * layout.page_size * layout.lane_count,
+            "host_used_tokens": _host_used_tokens(self._cache),
+            "host_capacity_tokens": _host_capacity_tokens(self._cache),
             "host_used_bytes": own * self._cache.cache_controller.transfer.bytes_per_token,
             "host_page_imbalance": max(used) - min(used),
         }
@@ -97,9 +172,21 @@ class LayoutMetrics:
         }
 
 
+def _host_used_tokens(cache: HiRadixCache[Any]) -> int:
+    return sum(cache.cache_controller.ledger.used_pages) * cache.layout.page_size
+
+
+def _host_capacity_tokens(cache: HiRadixCache[Any]) -> int:
+    return cache.cache_controller.ledger.capacity_pages * cache.layout.page_size * cache.layout.lane_count
+
+
 def metrics_as_markdown() -> str:
     """The metrics as the documentation lists them."""
-    lines = ["| Metric | Kind | Meaning |", "|---|---|---|"]
-    lines += [f"| `{PREFIX}{name}` | gauge | {text} |" for name, text in GAUGES.items()]
-    lines += [f"| `{PREFIX}{name}_total` | counter | {text} |" for name, text in COUNTERS.items()]
+    named = [(f"{PREFIX}{name}", "gauge", name, text) for name, text in GAUGES.items()]
+    named += [(f"{PREFIX}{name}_total", "counter", name, text) for name, text in COUNTERS.items()]
+    lines = ["| Metric | Kind | One for each | Meaning |", "|---|---|---|---|"]
+    lines += [
+        f"| `{metric}` | {kind} | {'rank' if name in PER_RANK else 'tree'} | {text} |"
+        for metric, kind, name, text in named
+    ]
     return "\n".join(lines) + "\n"

@@ -21,7 +21,7 @@ from ..cpu.platform import PLATFORM_CLASS, use_absorbed_mla
 from ..cpu.support import install_cpu_support
 from ..device import index_writes
 from . import args as server_args
-from . import serving
+from . import metrics, serving
 from .refusals import RADIX_BACKEND
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ _CONFIGURATOR: Final = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfig
 _ALLOCATION: Final = "sglang.srt.mem_cache.allocation"
 _SERVER_ARGS: Final = "sglang.srt.server_args.ServerArgs"
 _INDEXER: Final = "sglang.srt.layers.attention.dsa.dsa_indexer.Indexer"
+_METRICS: Final = "sglang.srt.managers.scheduler_components.metrics_reporter.SchedulerMetricsReporter"
 _ENGINE_MODULE: Final = "sglang.srt.entrypoints.engine"
 
 
@@ -46,7 +47,7 @@ class Hook:
 HOOKS: Final = (
     Hook(target=f"{_SERVER_ARGS}.add_cli_args", function=server_args.add_options, kind=HookType.AFTER),
     Hook(target=f"{_SERVER_ARGS}.from_cli_args", function=server_args.read_options, kind=HookType.AROUND),
-    Hook(target=f"{_SERVER_ARGS}.check_server_args", function=server_args.check, kind=HookType.AFTER),
+    Hook(target=f"{_SERVER_ARGS}.check_server_args", function=server_args.check, kind=HookType.AROUND),
     Hook(target=f"{_CONFIGURATOR}._build_token_to_kv_pool", function=serving.build_pool, kind=HookType.AROUND),
     Hook(
         target=f"{_CONFIGURATOR}._build_token_to_kv_pool_allocator",
@@ -62,6 +63,7 @@ HOOKS: Final = (
         function=index_writes.prepare_and_store_keys,
         kind=HookType.AROUND,
     ),
+    Hook(target=f"{_METRICS}._log_hicache_stats", function=metrics.report_host_tokens, kind=HookType.AFTER),
     Hook(
         target="sglang.srt.model_executor.model_runner.ModelRunner.forward",
         function=serving.begin_forward,

@@ -41,9 +41,11 @@ class ModelFacts:
     """What the model's configuration says about its KV pool."""
 
     is_mla: bool = True
+    has_uneven_heads: bool = False  # keys and values of other widths
     is_dsa: bool = False
     index_kpool: int = 1  # tokens that share an index key of a DSA model
     indexes_heads: bool = False  # index keys beside KV heads
+    index_share: float = 0.0  # bytes of its index keys beside one byte of KV
     is_hybrid_swa: bool = False
     is_recurrent: bool = False
 

@@ -37,7 +37,7 @@ from ..settings import HiCacheSettings, ShardGroup
 from ..tree.request_pages import RequestPages
 from .allocator import ServingSlotAllocator
 from .choice import choice_of
-from .metrics import LayoutMetrics
+from .metrics import LayoutMetrics, ReportingRank, traffic_collector
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -127,7 +127,9 @@ def build_cache(context: TreeCacheBuildContext) -> HiRadixCache[Any]:
     allocator.evict_with(cache.make_device_room)
     mirror_requests(cache, allocator)
     if context.params.enable_metrics:
-        cache.reporter = LayoutMetrics(cache, allocator).publish
+        rank = ReportingRank.at(context.tp_worker.ps)
+        cache.metrics_collector = traffic_collector(type(cache).__name__, rank)
+        cache.reporter = LayoutMetrics(cache, allocator, rank).publish
     context.tp_worker.register_hicache_layer_transfer_counter(cache.cache_controller.layer_done_counter)
     _log_start(cache, allocator, group, context.tp_size)
     return cache
