@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
+import click
 import pytest
 from sglang.test.ci.ci_register import register_cpu_ci
 
 from kvlayouts.main import cli
 from kvlayouts.own_flags import SAME_SETTING, in_own_words, options_of, own_words
+from kvlayouts.ranks.messages import RankError
 from sglang.srt.mem_cache.hicache.server.refusals import RULES
 from sglang.srt.mem_cache.layouts import CpSharedLayout, GroupKind, LayoutConfigError, LayoutEnvironment, PoolKind
 
@@ -59,6 +61,15 @@ def test_a_setting_that_a_command_has_under_another_name_is_not_called_a_servers
     for flag, names in SAME_SETTING.items():
         if options & set(names):
             assert own_words(f"{flag} 3", options).removesuffix(" 3") in options
+
+
+def test_what_a_rank_could_not_do_is_said_with_the_options_of_its_command() -> None:
+    def fail(**_options: object) -> None:
+        raise RankError("rank 1 of 2 failed: --hicache-ratio 9: too much; --hicache-size is 0")
+
+    replay = click.Command("replay", params=cli.commands["replay"].params, callback=fail)
+    with pytest.raises(RankError, match=r": --host-ratio 9: too much; a server's --hicache-size is 0$"):
+        type(cli)(commands={"replay": replay}).main(["replay"], standalone_mode=False)
 
 
 def test_without_a_command_a_strategy_is_a_layout_and_other_flags_stay() -> None:
