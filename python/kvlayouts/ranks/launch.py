@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 BEAT_SECONDS = 2.0
 _OURS = ("sglang.", "kvlayouts.")
-_AGREEMENT = "sglang.srt.mem_cache.hicache.agreement"
+_WAITING = ("sglang.srt.mem_cache.hicache.agreement", "sglang.srt.mem_cache.hicache.waits")
 
 
 def start_rank(order: RankOrder, pipe: Connection, lifeline: Connection) -> None:
@@ -97,12 +97,14 @@ def _is_no_timing_note(record: logging.LogRecord) -> bool:
 
 def describe(error: Exception) -> Failed:
     """The failure of a rank as one line. Errors raised by a collective itself are the fault of a peer."""
+    from sglang.srt.mem_cache.hicache.errors import LostPeerError  # the rank has loaded SGLang, its starter has not
+
     stack = traceback.walk_tb(error.__traceback__)
     frames = [(str(frame.f_globals.get("__name__")), frame.f_code.co_name) for frame, _ in stack]
     waiting_in = None
-    if frames and frames[-1][0].startswith("torch.distributed"):
+    if isinstance(error, LostPeerError) or (frames and frames[-1][0].startswith("torch.distributed")):
         waiting_in = next(
-            name for module, name in reversed(frames) if module.startswith(_OURS) and module != _AGREEMENT
+            name for module, name in reversed(frames) if module.startswith(_OURS) and module not in _WAITING
         )
     notes = "".join(f"{note}: " for note in getattr(error, "__notes__", ()))
     return Failed(

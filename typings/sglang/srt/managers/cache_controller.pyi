@@ -1,11 +1,14 @@
 import threading
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from sglang.srt.mem_cache.allocator.base import BaseTokenToKVPoolAllocator
 from sglang.srt.mem_cache.l2_transfer import L2TransferEngine
 from sglang.srt.mem_cache.pool_host import HostKVCache, HostPoolGroup
 from torch.distributed import ProcessGroup
+
+# torch.cuda, torch.cpu or the like, of which it takes events.
+device_module: Any
 
 class LayerLoadingEvent:
     start_event: torch.Event

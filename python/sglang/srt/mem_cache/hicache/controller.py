@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic
 
+from sglang.srt.managers import cache_controller
 from sglang.srt.managers.cache_controller import HiCacheAck
 from sglang.srt.managers.cache_controller import HiCacheController as SGLangHiCacheController
 from sglang.srt.mem_cache.hicache_storage import PoolName
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     import threading
     from collections.abc import Sequence
 
+    import torch
     from sglang.srt.mem_cache.allocator.base import BaseTokenToKVPoolAllocator
     from sglang.srt.mem_cache.cache_init_params import CacheInitParams
     from sglang.srt.mem_cache.l2_transfer import TransferCompletion
@@ -98,6 +100,9 @@ class HiCacheController(SGLangHiCacheController, Generic[MetadataT]):
         )
         self.l2_transfer_engine = self.transfer.engine
         self._queued_loads: list[_QueuedLoad] = []
+        self._forward_done = (
+            cache_controller.device_module.Event()
+        )  # one for all: a wait means the last record before it
         self.host_pages = HostPages(host_pool)
         local_pages = self.host_pages.free
         capacity_pages = agreement.capacity(local_pages)
@@ -124,6 +129,8 @@ class HiCacheController(SGLangHiCacheController, Generic[MetadataT]):
         self._check_ledger()
         metadata = self.layout.finish_backup(plan, host_pages)
         copies = plan.bind(host_pages)
+        # A forward pass under way may still write the last row of a request that has ended: it was in the next batch.
+        self._after_forward(self.transfer.engine.device_to_host_stream)
         completion = self.transfer.back_up(copies)
         self.ack_write_queue.append(self._ack(completion, [node_id], plan.logical_tokens, copies))
         return metadata
@@ -154,9 +161,8 @@ class HiCacheController(SGLangHiCacheController, Generic[MetadataT]):
         producer_index = self.layer_done_counter.update_producer()
         producer = self.layer_done_counter.events[producer_index]
         producer.start_event.record()
-        if self.load_fence_stream is not None:
-            # A forward pass under way may still write pages that were freed and handed out again.
-            self.transfer.engine.host_to_device_stream.wait_stream(self.load_fence_stream)
+        # A forward pass under way may still write pages that were freed and handed out again.
+        self._after_forward(self.transfer.engine.host_to_device_stream)
         copies = CopyPlan.concat([load.plan.copies for load in loads], page_size=self.page_size)
         completion = self.transfer.load(copies, producer)
         tokens = sum(load.plan.logical_tokens for load in loads)
@@ -188,6 +194,15 @@ class HiCacheController(SGLangHiCacheController, Generic[MetadataT]):
         """Wait until the copies under way have ended. Their acks stay where they are."""
         for ack in (*self.ack_write_queue, *self.ack_load_queue):
             ack.finish_event.synchronize()
+
+    def _after_forward(self, stream: torch.Stream) -> None:
+        """Whatever `stream` is given from now on comes after the forward passes that were launched so far.
+
+        The scheduler says on which stream they are; overlap scheduling leaves one under way. Nothing waits here.
+        """
+        if self.load_fence_stream is not None:
+            self._forward_done.record(self.load_fence_stream)
+            self._forward_done.wait(stream)
 
     def _alloc_host(self, pages: int) -> PageArray:
         host_pages = self.host_pages.take(pages)

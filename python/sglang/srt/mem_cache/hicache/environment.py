@@ -11,6 +11,7 @@ from sglang.srt.mem_cache.layouts.config import LayoutEnvironment
 from sglang.srt.mem_cache.layouts.owners import refuse_shared_lanes
 
 from .device.kinds import pool_kind
+from .waits import LANES, BoundedReduction
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.cache_init_params import CacheInitParams
@@ -38,15 +39,18 @@ def observe_environment(
     )
 
 
-def refuse_lanes_that_ranks_share(layout: AnyKVLayoutStrategy, group: dist.ProcessGroup) -> None:
+def refuse_lanes_that_ranks_share(
+    layout: AnyKVLayoutStrategy, group: dist.ProcessGroup, *, peer_seconds: float | None
+) -> None:
     """Raise `LayoutConfigError`, on every rank of the shard group, unless each has a lane of its own or all have one.
 
-    The parent has asked the strategy for all ranks; this compares what the ranks' own processes were given.
+    The parent has asked the strategy for all ranks; this compares what the ranks' own processes were given. Waits for
+    them for `peer_seconds` at most (see `waits`).
     """
-    mine = torch.tensor([layout.lane_count, layout.lane], dtype=torch.int64)
-    found = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(found, mine, group=group)
-    refuse_shared_lanes(layout.name, [(int(lanes), int(lane)) for lanes, lane in found])
+    found = torch.zeros(dist.get_world_size(group), 2, dtype=torch.int64)
+    found[dist.get_rank(group)] = torch.tensor([layout.lane_count, layout.lane])
+    BoundedReduction(group, op=dist.ReduceOp.SUM, meeting=LANES, seconds=peer_seconds)(found)
+    refuse_shared_lanes(layout.name, [(lanes, lane) for lanes, lane in found.tolist()])
 
 
 def agreement_groups(params: CacheInitParams) -> list[dist.ProcessGroup]:

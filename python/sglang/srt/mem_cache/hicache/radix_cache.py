@@ -89,6 +89,7 @@ class HiRadixCache(NoStorageTier, TieredRadixTree[MetadataT], Generic[MetadataT]
             pp_group=params.pp_cache_group,
             pp_rank=params.pp_rank,
             pp_size=params.pp_size,
+            peer_seconds=settings.peer_seconds,
         )
         self.token_to_kv_pool_host = build_host_pool(
             allocator.get_kvcache(),

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args
 
-from sglang.srt.runtime_context import get_memory, get_parallel, get_serving
+from sglang.srt.runtime_context import get_device, get_memory, get_parallel, get_serving
 
 from sglang.srt.mem_cache.layouts.config import GroupKind
 from sglang.srt.mem_cache.layouts.errors import LayoutConfigError
@@ -14,6 +15,7 @@ from .host.memory import ranks_on_this_machine
 from .host.sizes import check_gb, check_ratio, check_whole
 
 WritePolicy: TypeAlias = Literal["write_through", "write_through_selective", "write_back"]
+LONGEST_WAIT_SECONDS = 1e9  # gloo counts nanoseconds in 64 bits
 WRITE_POLICIES: tuple[str, ...] = get_args(WritePolicy)
 
 
@@ -56,6 +58,7 @@ class HiCacheSettings:
 
     Host memory is `host_gb` x 10^9 bytes a rank if positive, else `host_ratio` x the device pool's rows.
     `load_back_threshold` is in logical tokens: a shorter host hit is recomputed. `ranks_on_machine` share the memory.
+    A rank waits for another one for `peer_seconds` at most; None means the process group's time-out.
     Raises `LayoutConfigError` for an unknown write policy or a size that no machine has.
     """
 
@@ -67,6 +70,7 @@ class HiCacheSettings:
     storage_backend: str | None = None
     load_back_threshold: int = 10
     model_name: str | None = None
+    peer_seconds: float | None = None
     ranks_on_machine: int = 1
 
     def __post_init__(self) -> None:
@@ -92,6 +96,7 @@ class HiCacheSettings:
             host_gb=memory.hicache_size,
             storage_backend=memory.hicache_storage_backend,
             model_name=get_serving().served_model_name,
+            peer_seconds=peer_seconds(),
             ranks_on_machine=ranks_on_this_machine(get_parallel()),
         )
 
@@ -103,3 +108,15 @@ class ShardGroup:
     kind: GroupKind = GroupKind.SINGLE
     size: int = 1
     rank: int = 0
+
+
+def peer_seconds() -> float | None:
+    """Seconds that a rank of this server waits for another one: ``--watchdog-timeout``, or None for no bound of ours.
+
+    SGLang ends a server in which one forward pass takes longer, so a peer has no good reason to be later. There is no
+    bound for a value with which SGLang's watchdog does not work either: none, zero, negative, infinite, no number.
+    """
+    seconds = get_device().watchdog_timeout
+    if seconds is None or not 0 < seconds < math.inf:
+        return None
+    return min(seconds, LONGEST_WAIT_SECONDS)

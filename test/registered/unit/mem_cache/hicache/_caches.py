@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     import numpy.typing as npt
+    import torch.distributed as dist
     from sglang.srt.mem_cache.allocator.base import BaseTokenToKVPoolAllocator
     from sglang.srt.mem_cache.l2_transfer import L2Transfer
     from sglang.srt.mem_cache.memory_pool import KVCache
@@ -161,16 +162,27 @@ def make_device_pool(spec: CacheSpec) -> KVCache:
 
 
 class Rank:
-    """One rank's cache, with its pools, and ways to write and to check KV as a forward pass would."""
+    """One rank's cache, with its pools, and ways to write and to check KV as a forward pass would.
 
-    def __init__(self, spec: CacheSpec, number: int, agreement: Agreement, **settings: Any) -> None:  # noqa: ANN401
+    Without `agreement` the cache makes its own, over `tp_group`.
+    """
+
+    def __init__(
+        self,
+        spec: CacheSpec,
+        number: int,
+        agreement: Agreement | None,
+        *,
+        tp_group: dist.ProcessGroup | None = None,
+        **settings: Any,  # noqa: ANN401  # fields of HiCacheSettings
+    ) -> None:
         self.spec = spec
         self.number = number
         self.device_pool = make_device_pool(spec)
         self.layout = make_layout(spec, number)
         self.allocator = make_allocator(spec, self.layout, self.device_pool)
         self.cache: HiRadixCache[Any] = HiRadixCache(
-            make_params(spec, self.allocator),
+            make_params(spec, self.allocator, tp_cache_group=tp_group),
             layout=self.layout,
             settings=make_settings(spec, **settings),
             group=make_group(spec, number),

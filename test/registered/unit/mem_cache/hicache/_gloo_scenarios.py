@@ -194,7 +194,7 @@ def lanes_that_ranks_share(world: World, *, lanes: list[int], counts: list[int])
     """What each rank is told at start, where rank i stores lane ``lanes[i]`` of ``counts[i]``."""
     layout = CpSharedLayout(page_size=4, cp_size=counts[world.number], cp_rank=lanes[world.number])
     try:
-        refuse_lanes_that_ranks_share(layout, world.group)
+        refuse_lanes_that_ranks_share(layout, world.group, peer_seconds=60)
     except LayoutConfigError as error:
         return str(error)
     return ""

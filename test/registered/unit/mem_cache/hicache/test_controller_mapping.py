@@ -205,10 +205,12 @@ class TestLoadMapping(CacheTestCase):
                     patch.object(log, "bytes_per_token", 1),
                     patch.object(controller.layer_done_counter, "events", events),
                     patch.object(controller, "load_fence_stream", fence),
+                    patch.object(controller, "_forward_done", log.forward_done),
                 ):
                     index = controller.start_loading()
                 wanted = [getattr(call, f"start_{index}").record()]
-                wanted += [] if fence is None else [call.to_device.wait_stream(fence)]
+                if fence is not None:
+                    wanted += [call.forward_done.record(fence), call.forward_done.wait(log.to_device)]
                 self.assertEqual(log.method_calls, [*wanted, call.load(ANY, events[index])])
 
     def test_nothing_queued_starts_nothing(self) -> None:

@@ -33,7 +33,7 @@ from ..device.shared_pools import LayoutDSATokenToKVPool, LayoutMLATokenToKVPool
 from ..environment import refuse_lanes_that_ranks_share
 from ..host.pools import host_bytes_of
 from ..radix_cache import HiRadixCache
-from ..settings import HiCacheSettings, ShardGroup
+from ..settings import HiCacheSettings, ShardGroup, peer_seconds
 from ..tree.request_pages import RequestPages
 from .allocator import ServingSlotAllocator
 from .choice import choice_of
@@ -82,7 +82,7 @@ def build_allocator(
     group = shard_group()
     layout = choice.create(page_size=configurator.page_size, shard_size=group.size, shard_rank=group.rank)
     if group.size > 1:
-        refuse_lanes_that_ranks_share(layout, _shard_ranks().cpu_group)
+        refuse_lanes_that_ranks_share(layout, _shard_ranks().cpu_group, peer_seconds=peer_seconds())
     share_pool(token_to_kv_pool, layout)
     return ServingSlotAllocator(
         layout=layout,
@@ -169,9 +169,8 @@ def share_pool(pool: KVCache, layout: AnyKVLayoutStrategy) -> None:
             f"--kv-layout-strategy {name} has {lane_count} lanes but no local_rows (ShardedPoolLayout); "
             "accepted in a server: strategies with one lane, or with local_rows"
         )
-    pool.access = SharedPages(
-        layout, page_size=page_size, lane_count=lane_count, reduce=group_sum(_shard_ranks().device_group)
-    )
+    reduce = group_sum(_shard_ranks().device_group, peer_seconds=peer_seconds())
+    pool.access = SharedPages(layout, page_size=page_size, lane_count=lane_count, reduce=reduce)
 
 
 def _shard_ranks() -> GroupCoordinator:
