@@ -6,9 +6,9 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+from kvlayouts.common.errors import InputError
 from kvlayouts.plan import options
 from kvlayouts.plan.refusal import refuse_for_every_layout
-from kvlayouts.replay.config import ReplayInputError
 from sglang.srt.mem_cache.hicache.server.refusals import ModelFacts
 from sglang.srt.mem_cache.layouts.config import PoolKind
 
@@ -53,7 +53,7 @@ def given_size(kind: PoolKind, bytes_per_token: int) -> ModelGeometry:
 def read_model(path: Path, *, layout: str, dtype: options.KVCacheDtype, attention_tp_size: int) -> ModelGeometry:
     """The geometry of the model whose config.json, or the folder that holds it, is `path`.
 
-    Heads of an MHA model are dealt to `attention_tp_size` ranks. Raises `ReplayInputError`, naming the file, for one
+    Heads of an MHA model are dealt to `attention_tp_size` ranks. Raises `InputError`, naming the file, for one
     that cannot be read or that SGLang cannot use, and, in a server's words, for a model that one cannot load or refuses
     with every layout strategy, such as `layout`.
     """
@@ -66,13 +66,13 @@ def read_model(path: Path, *, layout: str, dtype: options.KVCacheDtype, attentio
         refuse_for_every_layout(model.facts, layout)
         model.check_served()
         layers, rows, index = model.kv_bytes(attention_tp_size=attention_tp_size)
-    except ReplayInputError:
+    except InputError:
         raise
     except Exception as error:  # of any kind: SGLang and Transformers check little
         text = " ".join(str(error).split()) or type(error).__name__
-        raise ReplayInputError(f"--model-config {file}: SGLang cannot use it: {text}") from error
+        raise InputError(f"--model-config {file}: SGLang cannot use it: {text}") from error
     if layers < 1 or not 0 < rows + index <= options.MAX_BYTES_PER_TOKEN:
-        raise ReplayInputError(
+        raise InputError(
             f"--model-config {file}: {layers} layers take {rows + index} bytes a token; must be at least 1 layer, and "
             f"between 1 and {options.MAX_BYTES_PER_TOKEN} bytes"
         )
@@ -86,16 +86,16 @@ def _check_file(file: Path) -> None:
     try:
         text = file.read_bytes()
     except OSError as error:
-        raise ReplayInputError(f"--model-config {file}: cannot be read: {error.strerror or error}") from error
+        raise InputError(f"--model-config {file}: cannot be read: {error.strerror or error}") from error
     if len(text) > MAX_CONFIG_BYTES:
-        raise ReplayInputError(f"--model-config {file}: has {len(text)} bytes; must have at most {MAX_CONFIG_BYTES}")
+        raise InputError(f"--model-config {file}: has {len(text)} bytes; must have at most {MAX_CONFIG_BYTES}")
     try:
         fields = json.loads(text)
     except (ValueError, RecursionError):
-        raise ReplayInputError(f"--model-config {file}: is no JSON; expected a model's config.json") from None
+        raise InputError(f"--model-config {file}: is no JSON; expected a model's config.json") from None
     if not isinstance(fields, dict):
-        raise ReplayInputError(f"--model-config {file}: is no JSON object; expected a model's config.json")
+        raise InputError(f"--model-config {file}: is no JSON object; expected a model's config.json")
     if not fields.get("architectures"):
-        raise ReplayInputError(
+        raise InputError(
             f"--model-config {file}: architectures is missing; must name the model's class, by which SGLang knows it"
         )

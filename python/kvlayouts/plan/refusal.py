@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import NoReturn
 
-from kvlayouts.own_flags import in_own_words
-from kvlayouts.replay.config import ReplayInputError
+from kvlayouts.common.errors import InputError
+from kvlayouts.common.own_flags import in_own_words
 from sglang.srt.mem_cache.hicache.server.choice import STRATEGY_FLAG
 from sglang.srt.mem_cache.hicache.server.refusals import (
     ModelFacts,
@@ -36,8 +36,8 @@ def refuse_as_a_server(model: ModelFacts, layout: str, *, ranks: int, sharded: b
 
 
 def refuse_for_every_layout(model: ModelFacts, layout: str) -> None:
-    """Raise `ReplayInputError` for a model that no strategy is served with, of which `layout` is one."""
+    """Raise `InputError` for a model that no strategy is served with, of which `layout` is one."""
     try:
         refuse_as_a_server(model, layout, ranks=1, sharded=False)
     except LayoutConfigError as error:
-        raise ReplayInputError(in_own_words(error)) from error
+        raise InputError(in_own_words(error)) from error

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
-from kvlayouts.soak.deferred import DeferredTransfer
+from kvlayouts.soak.late_copies import LateTransfer
 from kvlayouts.soak.pressure import Pressure
 from kvlayouts.soak.prompts import Prompts
 from kvlayouts.soak.requests import Requests
@@ -43,7 +43,7 @@ class SoakRank:
         self._plan = random.Random(config.seed)
         self._own = random.Random(f"{config.seed}/{rank}")
         self.cache = cache
-        self.transfer = DeferredTransfer(cache.cache_controller.transfer, self._delay)
+        self.transfer = LateTransfer(cache.cache_controller.transfer, self._delay)
         cache.cache_controller.transfer = self.transfer
         self.prompts = Prompts(self._plan, config.page_size)
         self.requests = Requests(cache, content, self.transfer, seed=config.seed)

@@ -23,7 +23,7 @@ from sglang.srt.mem_cache.layouts.pages import PageArray, pages_of_tokens
 if TYPE_CHECKING:
     import random
 
-    from kvlayouts.soak.deferred import DeferredTransfer
+    from kvlayouts.soak.late_copies import LateTransfer
     from sglang.srt.mem_cache.hicache.radix_cache import HiRadixCache
     from sglang.srt.mem_cache.hicache.tree.node import LayoutTreeNode
 
@@ -43,7 +43,7 @@ class Running:
 class Requests:
     """The running requests of one rank, equal on all ranks. `calls` counts primitive calls on the cache."""
 
-    def __init__(self, cache: HiRadixCache[Any], content: KVContent, transfer: DeferredTransfer, *, seed: int) -> None:
+    def __init__(self, cache: HiRadixCache[Any], content: KVContent, transfer: LateTransfer, *, seed: int) -> None:
         self._cache = cache
         self._content = content
         self._transfer = transfer

@@ -9,9 +9,9 @@ import click
 import pytest
 from sglang.test.ci.ci_register import register_cpu_ci
 
+from kvlayouts.common.errors import RankError
+from kvlayouts.common.own_flags import SAME_SETTING, in_own_words, options_of, own_words
 from kvlayouts.main import cli
-from kvlayouts.own_flags import SAME_SETTING, in_own_words, options_of, own_words
-from kvlayouts.ranks.messages import RankError
 from sglang.srt.mem_cache.hicache.server.refusals import RULES
 from sglang.srt.mem_cache.layouts import CpSharedLayout, GroupKind, LayoutConfigError, LayoutEnvironment, PoolKind
 

@@ -30,9 +30,9 @@ from _plan_models import (
 )
 from sglang.test.ci.ci_register import register_cpu_ci
 
+from kvlayouts.common.errors import InputError
 from kvlayouts.plan.model import read_model
 from kvlayouts.plan.sglang_model import SGLangModel
-from kvlayouts.replay.config import ReplayInputError
 from sglang.srt.mem_cache.hicache.device.pools import DsaGeometry, MhaGeometry, MlaGeometry, build_device_pool, bytes_of
 from sglang.srt.mem_cache.hicache.server.refusals import RULES
 from sglang.srt.mem_cache.layouts import PoolKind
@@ -115,14 +115,14 @@ def test_a_real_pool_takes_those_bytes(config: Config, geometry: Geometry, tmp_p
 )
 def test_a_model_that_a_server_refuses_is_refused_in_its_words(config: Config, setting: str, tmp_path: Path) -> None:
     (rule,) = (rule for rule in RULES if rule.setting == setting)
-    with pytest.raises(ReplayInputError) as caught:
+    with pytest.raises(InputError) as caught:
         _read(write_config(tmp_path, config))
     assert str(caught.value) == rule.message("--layout identity").replace("--kv-layout-strategy", "--layout")
 
 
 @pytest.mark.parametrize("config", [MINIMAX_TEXT_01, JAMBA, FALCON_40B], ids=["minimax", "jamba", "falcon"])
 def test_a_model_that_sglang_cannot_load_is_refused_in_its_words(config: Config, tmp_path: Path) -> None:
-    with pytest.raises(ReplayInputError, match=rf"SGLang cannot use it: .*{config['architectures'][0]}"):
+    with pytest.raises(InputError, match=rf"SGLang cannot use it: .*{config['architectures'][0]}"):
         _read(write_config(tmp_path, config))
 
 
@@ -137,14 +137,14 @@ def test_code_beside_a_config_is_not_run(tmp_path: Path) -> None:
     for name in ("configuration_decilm.py", "modeling_minimax_text_01.py", "configuration_minimax_text_01.py"):
         (tmp_path / name).write_text(f"open({str(trace)!r}, 'w')\n", encoding="utf-8")
     assert _read(write_config(tmp_path, NEMOTRON_NAS)).layers == 3
-    with pytest.raises(ReplayInputError):
+    with pytest.raises(InputError):
         _read(write_config(tmp_path, MINIMAX_TEXT_01))
     assert not trace.exists()
 
 
 def test_code_of_a_repository_is_not_asked_for(tmp_path: Path) -> None:
     elsewhere = {"auto_map": {**MINIMAX_TEXT_01["auto_map"], "AutoModel": "nobody/nothing--modeling.Model"}}
-    with pytest.raises(ReplayInputError, match="'AutoModel' is not present"):
+    with pytest.raises(InputError, match="'AutoModel' is not present"):
         _read(write_config(tmp_path, MINIMAX_TEXT_01 | elsewhere))
 
 

@@ -31,7 +31,7 @@ from sglang.srt.mem_cache.hicache.device.pools import (
 )
 from sglang.srt.mem_cache.hicache.radix_cache import HiRadixCache
 from sglang.srt.mem_cache.hicache.runtime import standalone_runtime
-from sglang.srt.mem_cache.hicache.settings import HiCacheSettings, ShardGroup, WritePolicy
+from sglang.srt.mem_cache.hicache.settings import HiCacheSettings, ShardGroup
 from sglang.srt.mem_cache.hicache.slots.allocator import CPSharedPagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.layouts import AnyKVLayoutStrategy, GroupKind, LayoutConfig, PoolKind, create_layout
 
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.l2_transfer import L2Transfer
     from sglang.srt.mem_cache.memory_pool import KVCache
 
+    from sglang.srt.mem_cache.hicache.accepted import WritePolicy
     from sglang.srt.mem_cache.hicache.agreement import Agreement
     from sglang.srt.mem_cache.hicache.tree.node import LayoutTreeNode
     from sglang.srt.mem_cache.layouts.pages import PageArray

@@ -21,7 +21,7 @@ from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.mem_cache.hicache.device.pools import DsaGeometry, Geometry, MhaGeometry, MlaGeometry, build_device_pool
 from sglang.srt.mem_cache.hicache.radix_cache import HiRadixCache
 from sglang.srt.mem_cache.hicache.runtime import standalone_runtime
-from sglang.srt.mem_cache.hicache.settings import HiCacheSettings, ShardGroup, WritePolicy
+from sglang.srt.mem_cache.hicache.settings import HiCacheSettings, ShardGroup
 from sglang.srt.mem_cache.hicache.slots.allocator import CPSharedPagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.layouts import IdentityLayout, IdentityNodeMetadata, PoolKind
 
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.memory_pool import KVCache
     from sglang.srt.server_args import ServerArgs
 
+    from sglang.srt.mem_cache.hicache.accepted import WritePolicy
     from sglang.srt.mem_cache.hicache.tree.stats import CacheStats
 
 GEOMETRIES: dict[PoolKind, Geometry] = {

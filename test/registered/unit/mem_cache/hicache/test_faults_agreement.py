@@ -12,7 +12,7 @@ from _groups import Group
 from sglang.srt.mem_cache.base_prefix_cache import InitLoadBackParams, MatchPrefixParams
 from sglang.test.ci.ci_register import register_cpu_ci
 
-from sglang.srt.mem_cache.hicache.settings import WritePolicy
+from sglang.srt.mem_cache.hicache.accepted import WritePolicy
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

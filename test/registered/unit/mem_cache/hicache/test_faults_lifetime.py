@@ -13,7 +13,7 @@ from sglang.srt.disaggregation.kv_events import BlockStored, StorageMedium
 from sglang.srt.mem_cache.base_prefix_cache import InsertParams, MatchPrefixParams
 from sglang.test.ci.ci_register import register_cpu_ci
 
-from sglang.srt.mem_cache.hicache.settings import WritePolicy
+from sglang.srt.mem_cache.hicache.accepted import WritePolicy
 from sglang.srt.mem_cache.layouts import PoolKind
 
 if TYPE_CHECKING:

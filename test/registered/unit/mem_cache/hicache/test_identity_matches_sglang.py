@@ -40,9 +40,9 @@ from sglang.srt.mem_cache.hiradix_cache import HiRadixCache as SGLangHiRadixCach
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.test_utils import CustomTestCase
 
+from sglang.srt.mem_cache.hicache.accepted import WritePolicy
 from sglang.srt.mem_cache.hicache.cpu.support import install_cpu_support
 from sglang.srt.mem_cache.hicache.radix_cache import HiRadixCache
-from sglang.srt.mem_cache.hicache.settings import WritePolicy
 from sglang.srt.mem_cache.layouts import PoolKind
 
 if TYPE_CHECKING:

@@ -14,8 +14,9 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams, Ma
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.test.ci.ci_register import register_cpu_ci
 
+from sglang.srt.mem_cache.hicache.accepted import WritePolicy
 from sglang.srt.mem_cache.hicache.radix_cache import HiRadixCache
-from sglang.srt.mem_cache.hicache.settings import ShardGroup, WritePolicy
+from sglang.srt.mem_cache.hicache.settings import ShardGroup
 from sglang.srt.mem_cache.layouts import PoolKind
 
 if TYPE_CHECKING:

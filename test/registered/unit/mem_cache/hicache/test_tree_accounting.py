@@ -18,7 +18,7 @@ from sglang.srt.mem_cache.base_prefix_cache import (
 )
 from sglang.test.ci.ci_register import register_cpu_ci
 
-from sglang.srt.mem_cache.hicache.settings import WritePolicy
+from sglang.srt.mem_cache.hicache.accepted import WritePolicy
 from sglang.srt.mem_cache.hicache.tree.invariants import violations
 from sglang.srt.mem_cache.hicache.tree.radix_tree import PagedInsertParams
 from sglang.srt.mem_cache.layouts import LayoutInvariantError
