@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 import threading
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Generic, TypeAlias
+from typing import TYPE_CHECKING, Generic
 
 from sglang.srt.disaggregation.kv_events import StorageMedium
 
@@ -33,6 +33,7 @@ from .host.pools import build_host_pool, release_host_pool
 from .no_storage import NoStorageTier, refuse_storage_backend
 from .slots.allocator import slot_allocator
 from .tree.in_flight import InFlight
+from .tree.request_use import RequestUses
 from .tree.stats import CacheStats
 from .tree.tiers import TieredRadixTree, ack_seconds, ready_acks
 
@@ -50,10 +51,9 @@ if TYPE_CHECKING:
     from .tree.in_flight import Backup, LoadBack
     from .tree.node import LayoutTreeNode
     from .tree.request_pages import RequestPages
+    from .tree.request_use import SchedulerRequest
 
 logger = logging.getLogger(__name__)
-
-SchedulerRequest: TypeAlias = Any  # what has the attributes of SGLang's `Req`
 
 
 class HiRadixCache(NoStorageTier, TieredRadixTree[MetadataT], Generic[MetadataT]):
@@ -111,6 +111,7 @@ class HiRadixCache(NoStorageTier, TieredRadixTree[MetadataT], Generic[MetadataT]
         )
         self.in_flight: InFlight[MetadataT] = InFlight()
         self.stats = CacheStats()
+        self._uses = RequestUses()
         super().__init__(params, layout)
 
     def init_metrics_collector(self) -> None:
@@ -137,27 +138,28 @@ class HiRadixCache(NoStorageTier, TieredRadixTree[MetadataT], Generic[MetadataT]
     def cache_finished_req(self, req: SchedulerRequest, is_insert: bool = True, *, kv_len_to_handle: int) -> None:
         """Put the whole pages of a request that has ended into the tree, or give all back, and unlock its prefix."""
         row = req.kv.req_pool_idx
-        with self._pages_known(req, kv_len_to_handle):
+        with self._inserting(req, kv_len_to_handle):
             super().cache_finished_req(req, is_insert, kv_len_to_handle=kv_len_to_handle)
         if self.request_pages is not None and row is not None:
             self.request_pages.end(row, -(-kv_len_to_handle // self.page_size))
 
     def cache_unfinished_req(self, req: SchedulerRequest, chunked: bool = False) -> None:
         """Put the whole pages of a request that goes on into the tree, and lock them for it."""
-        with self._pages_known(req, len(req.get_fill_ids())):
+        with self._inserting(req, len(req.get_fill_ids())):
             super().cache_unfinished_req(req, chunked)
         if self.request_pages is not None and req.kv.req_pool_idx is not None:
             self.request_pages.keep_from(req.kv.req_pool_idx, req.kv.cache_protected_len // self.page_size)
 
     @contextmanager
-    def _pages_known(self, req: SchedulerRequest, tokens: int) -> Iterator[None]:
-        """Within the block, `insert` is called with the first slots of `req`, `tokens` at most."""
+    def _inserting(self, req: SchedulerRequest, tokens: int) -> Iterator[None]:
+        """Within the block, `insert` is called with the first slots of `req`, `tokens` at most, as uses by it."""
+        self._use = self._uses.of(req)
         if self.request_pages is not None:
             self._row_pages = self.request_pages.of(req.kv, req.last_node, tokens)
         try:
             yield
         finally:
-            self._row_pages = None
+            self._row_pages = self._use = None
 
     def _slot_pages_of(self, value: torch.Tensor) -> PageArray:
         if self._row_pages is not None:
@@ -213,11 +215,9 @@ class HiRadixCache(NoStorageTier, TieredRadixTree[MetadataT], Generic[MetadataT]
         return value
 
     def _load_nodes(self, nodes: Sequence[LayoutTreeNode[MetadataT]], load_id: int) -> PageArray | None:
-        """Allocate and queue, evicting if a lane is short. The nodes stay protected if, and only if, it works."""
+        """Allocate and queue, evicting if a lane is short. They stay held on the host if, and only if, it works."""
         parts = [_metadata_of(node) for node in nodes]
-        for node in nodes:
-            node.protect_host()
-            self._refresh(node)
+        self.host_room.hold(nodes[-1])
         slot_pages = self.cache_controller.load(parts, node_id=load_id)
         if slot_pages is None:
             self.make_device_room(self.layout.load_lanes(parts))
@@ -230,7 +230,7 @@ class HiRadixCache(NoStorageTier, TieredRadixTree[MetadataT], Generic[MetadataT]
                 self.evictable_size_,
             )
             self.stats.refused_loads += 1
-            self._unprotect(nodes)
+            self.host_room.release(nodes[-1])
         return slot_pages
 
     def _give_slots(self, nodes: Sequence[LayoutTreeNode[MetadataT]], slot_pages: PageArray) -> torch.Tensor:
@@ -243,11 +243,6 @@ class HiRadixCache(NoStorageTier, TieredRadixTree[MetadataT], Generic[MetadataT]
             self.kv_events.record_store(node, medium=StorageMedium.GPU)
             page += pages
         return value
-
-    def _unprotect(self, nodes: Sequence[LayoutTreeNode[MetadataT]]) -> None:
-        for node in nodes:
-            node.release_host()
-            self._refresh(node)
 
     def init_load_back(self, params: InitLoadBackParams) -> tuple[torch.Tensor, LayoutTreeNode[MetadataT]]:
         """Load back what a match found on the host.
@@ -294,7 +289,7 @@ class HiRadixCache(NoStorageTier, TieredRadixTree[MetadataT], Generic[MetadataT]
             self.stats.loaded_bytes += ack.num_bytes
             for load_id in ack.node_ids:
                 load = self.in_flight.end_load(load_id)
-                self._unprotect(list(load.nodes()))
+                self.host_room.release(load.last)
                 self._lock(load.last, -1)
             if self.metrics_collector is not None:
                 self._report_load(ack)

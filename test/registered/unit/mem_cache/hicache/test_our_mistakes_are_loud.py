@@ -47,9 +47,11 @@ class TestBackupsAndHostMemory(CacheTestCase):
     def test_room_that_was_made_and_is_not_there(self, layout: str) -> None:
         group = Group(fault_spec(layout, host=4))
         rank = group.ranks[0]
-        rank.cache._make_host_room = lambda demand_pages: True  # type: ignore[method-assign]  # noqa: SLF001  # the fault
+        rank.cache._make_host_room = _room_that_is_not_there  # type: ignore[method-assign]  # noqa: SLF001  # the fault
+        self._back_up(rank, pages=24)  # put off: the host has no room
         self._assert_loud(
-            lambda: self._back_up(rank, pages=24), r"room was made for \(.*\) pages, yet \(.*\) are missing"
+            lambda: rank.cache.evict(EvictParams(num_tokens=1)),
+            r"room was made for \(.*\) pages, yet \(.*\) are missing",
         )
 
     @each_layout
@@ -161,6 +163,10 @@ class _With:
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401  # any attribute
         return getattr(self._strategy, name)
+
+
+def _room_that_is_not_there(demand_pages: Any, *, below: Any) -> bool:  # noqa: ANN401  # as `_make_host_room`
+    return True
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from sglang.srt.mem_cache.layouts.errors import LayoutInvariantError
 from sglang.srt.mem_cache.layouts.protocol import KVLayoutStrategy, MetadataT
 
 from .eviction import EvictionOrder
+from .host_room import HostRoom
 
 if TYPE_CHECKING:
     import torch
@@ -32,7 +33,7 @@ class TreeAccounting(RadixCache, Generic[MetadataT]):
 
     Invariants: `evictable_size_` and `protected_size_` count the logical tokens on the device that are unlocked and
     locked, `evictable_lane_pages` the unlocked pages in each lane; `device_order` holds the nodes that can be evicted
-    from the device, `host_order` those that can be deleted.
+    from the device, `host_order` those that can be deleted, `host_room` all copies that can go from the host.
     """
 
     root_node: LayoutTreeNode[MetadataT]
@@ -44,7 +45,8 @@ class TreeAccounting(RadixCache, Generic[MetadataT]):
     def reset(self) -> None:
         """Nothing on either tier, nothing locked."""
         self.device_order: EvictionOrder[LayoutTreeNode[MetadataT]] = EvictionOrder(self.eviction_strategy.get_priority)
-        self.host_order: EvictionOrder[LayoutTreeNode[MetadataT]] = EvictionOrder(self.eviction_strategy.get_priority)
+        self.host_room: HostRoom[MetadataT] = HostRoom(self.layout.lane_count, self.eviction_strategy.get_priority)
+        self.host_order = self.host_room.alone
         self.evictable_size_ = 0
         self.evictable_lane_pages: PageArray = np.zeros(self.layout.lane_count, dtype=np.int64)
         self.protected_size_ = 0
@@ -132,9 +134,9 @@ class TreeAccounting(RadixCache, Generic[MetadataT]):
     # Eviction orders.
 
     def _refresh(self, node: LayoutTreeNode[MetadataT]) -> None:
-        """Make both eviction orders right for `node` after any change of its state."""
+        """Make the eviction orders right for `node` after any change of its state."""
         (self.device_order.add if node.is_device_leaf else self.device_order.discard)(node)
-        (self.host_order.add if node.is_host_leaf else self.host_order.discard)(node)
+        self.host_room.refresh(node)
 
     def _refresh_path(self, node: LayoutTreeNode[MetadataT]) -> None:
         self._refresh(node)
@@ -143,7 +145,7 @@ class TreeAccounting(RadixCache, Generic[MetadataT]):
     def _touch(self, node: LayoutTreeNode[MetadataT]) -> None:
         """Move `node` in the eviction orders after a change of its time, hits or priority."""
         self.device_order.touch(node)
-        self.host_order.touch(node)
+        self.host_room.touch(node)
 
 
 def parent_of(node: LayoutTreeNode[MetadataT]) -> LayoutTreeNode[MetadataT]:

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
     from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 
+    from .request_use import RequestUse
+
 
 @dataclass(kw_only=True)
 class PagedInsertParams(InsertParams):
@@ -42,6 +44,8 @@ class LayoutRadixTree(TreeAccounting[MetadataT], Generic[MetadataT]):
 
     Invariant: a node on the device has its whole prefix on the device.
     """
+
+    _use: RequestUse | None = None  # by the request that is being put into the tree
 
     def reset(self) -> None:
         """An empty tree. Slots and host pages are the caller's to free."""
@@ -148,6 +152,7 @@ class LayoutRadixTree(TreeAccounting[MetadataT], Generic[MetadataT]):
     def _insert_slots(
         self, key: RadixKey, value: torch.Tensor, pages: PageArray, priority: int, chunked: bool
     ) -> InsertResult:
+        counted = 0 if self._use is None else self._use.counted
         tick = self._now()
         node = self.root_node
         at, duplicates, end = 0, 0, len(key)
@@ -165,13 +170,17 @@ class LayoutRadixTree(TreeAccounting[MetadataT], Generic[MetadataT]):
                 self.kv_events.record_store(node)
             else:
                 duplicates += shared
-                self._on_hit(node, chunked)
+            if not chunked and at >= counted:
+                self._on_hit(node)
             at += shared
         if at < end:
             node = self._add_leaf(node, key[at:], priority)
             self._put_on_device(node, value[at:end].clone(), self._page_range(pages, at, end))
             self.kv_events.record_store(node)
-            self._on_hit(node, chunked)
+            if not chunked:  # also where the request was here before, and what it had left is gone
+                self._on_hit(node)
+        if self._use is not None and not chunked:
+            self._use.counted = max(counted, end)
         return InsertResult(prefix_len=duplicates, last_device_node=node)
 
     def _page_range(self, pages: PageArray, start: int, stop: int) -> PageArray:
@@ -186,18 +195,17 @@ class LayoutRadixTree(TreeAccounting[MetadataT], Generic[MetadataT]):
             leaf.hash_value = compute_node_hash_values(leaf, self.page_size)
         return leaf
 
-    def _on_hit(self, node: LayoutTreeNode[MetadataT], chunked: bool) -> None:
-        """A request reused or created `node`. Chunks of one request do not count as hits of each other."""
-        if not chunked:
-            node.hit_count += 1
-            self._touch(node)
+    def _on_hit(self, node: LayoutTreeNode[MetadataT]) -> None:
+        """A request reused, created or computed `node` again. Its inserts are no hits of each other, nor its chunks."""
+        node.hit_count += 1
+        self._touch(node)
 
     # Structure.
 
     def _split_node(self, key: RadixKey, child: LayoutTreeNode[MetadataT], split_len: int) -> LayoutTreeNode[MetadataT]:
         """Insert a node above `child` that takes over its first `split_len` tokens, and return it.
 
-        Slots and metadata are divided, by the strategy where it is metadata; locks and host protection hold
+        Slots and metadata are divided, by the strategy where it is metadata; locks and host holds count
         for both halves; hit count and priority are inherited.
         """
         upper = self._new_node(key[:split_len], priority=child.priority, tick=self._tick)

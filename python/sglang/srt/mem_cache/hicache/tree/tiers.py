@@ -1,8 +1,11 @@
 """`TieredRadixTree`: nodes move down. Backup to the host, eviction from the device, deletion from the host.
 
-    hits reach the threshold ──▶ backup, locked until the ack
+    hits reach the threshold ──▶ backup into free host pages, locked until the ack
     device slots are needed  ──▶ leaf leaves the device (host copy kept, or made first, or the leaf is deleted)
-    host pages are needed    ──▶ host-only leaf is deleted
+    host pages are needed    ──▶ a mirror (the host copy of a node on the device) is given up, then a host-only leaf
+
+While the host has room, a hit is backed up early and leaves the device at once. When it is full, no copy is displaced
+for a node that stays on the device anyway: the node is backed up on its way out.
 
 Room is made by shortfall, in the order of SGLang's eviction strategies, until every *lane* that is short has it.
 Each decision is computed from mirrored state, so all ranks take it alike without asking.
@@ -23,6 +26,7 @@ from sglang.srt.mem_cache.layouts.protocol import MetadataT
 
 from ..controller import HiCacheController, HostShortfall
 from ..slots.page_runs import pages_by_lane
+from .accounting import parent_of
 from .radix_tree import LayoutRadixTree
 
 if TYPE_CHECKING:
@@ -52,40 +56,64 @@ class TieredRadixTree(LayoutRadixTree[MetadataT], Generic[MetadataT]):
 
     # Backup.
 
-    def _on_hit(self, node: LayoutTreeNode[MetadataT], chunked: bool) -> None:
-        if self.settings.write_policy == "write_back":
-            return
-        super()._on_hit(node, chunked)
-        if not chunked and not node.backuped and node.hit_count >= self.settings.write_through_threshold:
+    def _on_hit(self, node: LayoutTreeNode[MetadataT]) -> None:
+        super()._on_hit(node)
+        if self.settings.write_policy != "write_back" and not node.backuped and self._earns_a_copy(node):
             self.write_backup(node)
 
     def write_backup(self, node: LayoutTreeNode[MetadataT], write_back: bool = False) -> int:
-        """Copy a node to the host, making room there if needed. Returns its logical tokens, 0 if refused.
+        """Copy a node to the host. Returns its logical tokens, 0 if that is put off or refused, with nothing changed.
 
-        Except for `write_back`, the node's parent must be backed up already, so that host copies form prefixes,
-        and the node is locked until the ack. Refused on all ranks alike, with the node unchanged. Raises
+        Into free host pages and below a parent that is backed up, so that host copies form prefixes; the node is
+        locked until the ack. With `write_back` the node is about to leave the device: see `_back_up_leaving`. Raises
         `LayoutInvariantError` if ledger, metadata and node contradict each other.
         """
-        if not write_back and node.parent is not None and not node.parent.backuped:
+        if write_back:
+            return node.tokens if self._back_up_leaving(node) else 0
+        if not parent_of(node).backuped:
             return 0
         outcome = self.cache_controller.write(node.slot_pages, node_id=node.id)
         if isinstance(outcome, HostShortfall):
-            if not self._make_host_room(outcome.plan.demand_pages):
-                self.stats.refused_backups += 1
-                return 0
-            outcome = self.cache_controller.write_plan(outcome.plan, node_id=node.id)
-        if isinstance(outcome, HostShortfall):
-            raise LayoutInvariantError(
-                f"room was made for {outcome.plan.demand_pages} pages, yet {outcome.missing_pages} are missing"
-            )
-        if outcome.logical_len != node.tokens:
-            raise LayoutInvariantError(f"metadata of {outcome.logical_len} tokens for node {node.id} of {node.tokens}")
-        node.set_metadata(outcome)
-        self._refresh_path(node)
-        self.in_flight.begin_backup(node, locked=not write_back)
-        if not write_back:
-            self.inc_lock_ref(node)
+            return 0
+        self._begin_backup(node, outcome, locked=True)
+        self.inc_lock_ref(node)
         return node.tokens
+
+    def _back_up_leaving(self, leaf: LayoutTreeNode[MetadataT]) -> bool:
+        """Copy a leaf that is about to leave the device, making room there if needed; False, unchanged, if refused.
+
+        Except under write_back, host copies form prefixes: what has none above it is copied too. The slots of all
+        these nodes are read until the acks are settled.
+        """
+        nodes = [leaf]
+        while self.settings.write_policy != "write_back" and not parent_of(nodes[-1]).backuped:
+            nodes.append(parent_of(nodes[-1]))
+        nodes.reverse()
+        plans = [self.layout.plan_backup(node.slot_pages) for node in nodes]
+        demand = [sum(pages) for pages in zip(*(plan.demand_pages for plan in plans), strict=True)]
+        if not self._make_host_room(demand, below=parent_of(nodes[0])):
+            self.stats.refused_backups += 1
+            return False
+        for node, plan in zip(nodes, plans, strict=True):
+            outcome = self.cache_controller.write_plan(plan, node_id=node.id)
+            if isinstance(outcome, HostShortfall):
+                raise LayoutInvariantError(
+                    f"room was made for {plan.demand_pages} pages, yet {outcome.missing_pages} are missing"
+                )
+            self._begin_backup(node, outcome, locked=False)
+        self.stats.late_backups += len(nodes)
+        return True
+
+    def _begin_backup(self, node: LayoutTreeNode[MetadataT], metadata: MetadataT, *, locked: bool) -> None:
+        if metadata.logical_len != node.tokens:
+            raise LayoutInvariantError(f"metadata of {metadata.logical_len} tokens for node {node.id} of {node.tokens}")
+        self.host_room.hold(node)
+        node.set_metadata(metadata)
+        self._refresh_path(node)
+        self.in_flight.begin_backup(node, locked=locked)
+
+    def _earns_a_copy(self, node: LayoutTreeNode[MetadataT]) -> bool:
+        return self.settings.write_policy == "write_back" or node.hit_count >= self.settings.write_through_threshold
 
     def _after_split(self, upper: LayoutTreeNode[MetadataT], child: LayoutTreeNode[MetadataT]) -> None:
         self.in_flight.split(upper, child)
@@ -110,6 +138,7 @@ class TieredRadixTree(LayoutRadixTree[MetadataT], Generic[MetadataT]):
                 backup = self.in_flight.end_backup(backup_id)
                 for part in backup.parts:
                     self.kv_events.record_store(part, medium=StorageMedium.CPU)
+                self.host_room.release(backup.node)
                 if backup.locked:
                     self._lock(backup.node, -1)
             if self.metrics_collector is not None:
@@ -134,19 +163,32 @@ class TieredRadixTree(LayoutRadixTree[MetadataT], Generic[MetadataT]):
 
     # Host eviction.
 
-    def _make_host_room(self, demand_pages: Sequence[int]) -> bool:
-        """Delete host-only leaves until every lane has room for `demand_pages`; False if that cannot be.
+    def _make_host_room(self, demand_pages: Sequence[int], *, below: LayoutTreeNode[MetadataT]) -> bool:
+        """Give up host copies until every lane has room for `demand_pages`; False, with none gone, if that cannot be.
 
-        Progress is physical room in each lane, whatever the logical length of the nodes that go.
+        Not those of `below` and above it, under which the pages will lie. Progress is physical room in each lane,
+        whatever the logical length of the nodes that go.
         """
+        if self.cache_controller.ledger.admits(demand_pages):
+            return True
+        self.host_room.hold(below)
+        made = self._give_up_copies(demand_pages)
+        self.host_room.release(below)
+        return made
+
+    def _give_up_copies(self, demand_pages: Sequence[int]) -> bool:
         ledger = self.cache_controller.ledger
-        if not ledger.ever_admits(demand_pages):
+        if not self.host_room.can_make(ledger.missing_pages(demand_pages)):
             return False
         while not ledger.admits(demand_pages):
-            node = self.host_order.pop_first()
+            node = self.host_room.pop_first(ledger.missing_pages(demand_pages))
             if node is None:
                 return False
-            self._delete_host_leaf(node)
+            if node.value is None:
+                self._delete_host_leaf(node)
+            else:
+                self._drop_host_copy(node)
+                self._refresh(parent_of(node))
         return True
 
     def evict_host(self, num_tokens: int) -> int:
@@ -165,6 +207,7 @@ class TieredRadixTree(LayoutRadixTree[MetadataT], Generic[MetadataT]):
         if node.metadata is None:
             raise LayoutInvariantError(f"node {node.id} has no host copy to drop")
         self.kv_events.record_remove(node, medium=StorageMedium.CPU)
+        self.host_room.dropped(node)
         tokens = self.cache_controller.release_host(node.metadata)
         self.stats.evicted_host_tokens += tokens
         node.clear_metadata()
@@ -176,7 +219,7 @@ class TieredRadixTree(LayoutRadixTree[MetadataT], Generic[MetadataT]):
     def evict(self, params: EvictParams) -> EvictResult:
         """Free at least `num_tokens` slots from unlocked leaves, or all that can be freed.
 
-        Backed-up leaves keep their host copy. Others are deleted, or, with the policy write_back, backed up first.
+        Leaves with a host copy keep it. Others are backed up first if they have the hits for it, or deleted.
         """
         target = params.num_tokens
         return EvictResult(num_tokens_evicted=self._evict(lambda tokens, _: tokens >= target))
@@ -203,7 +246,7 @@ class TieredRadixTree(LayoutRadixTree[MetadataT], Generic[MetadataT]):
         """Evict in order until ``enough(logical tokens, pages freed in each lane)``; returns the tokens."""
         started = time.perf_counter()
         tokens, freed = 0, np.zeros(self.slots.lane_count, dtype=np.int64)
-        staged: list[tuple[LayoutTreeNode[MetadataT], PageArray]] = []
+        staged: list[PageArray] = []  # slots of nodes that have left, while they are read
         kept: list[LayoutTreeNode[MetadataT]] = []
         while not enough(tokens, freed) and (node := self.device_order.pop_first()) is not None:
             lane_pages = self._lane_pages(node)
@@ -220,51 +263,42 @@ class TieredRadixTree(LayoutRadixTree[MetadataT], Generic[MetadataT]):
         self.update_eviction_metrics(tokens, started)
         return tokens
 
-    def _evict_node(
-        self, node: LayoutTreeNode[MetadataT], staged: list[tuple[LayoutTreeNode[MetadataT], PageArray]]
-    ) -> PageArray:
+    def _evict_node(self, node: LayoutTreeNode[MetadataT], staged: list[PageArray]) -> PageArray:
         """Evict one leaf. Returns the pages that are free now or will be when `staged` is finished; none if kept."""
-        if node.backuped:
-            return self._demote(node)
-        if self.settings.write_policy == "write_back" and self.write_backup(node, write_back=True):
-            node.protect_host()
-            self.kv_events.record_remove(node, medium=StorageMedium.GPU)
-            pages = self._take_off_device(node)
-            staged.append((node, pages))
-            return pages
-        self._finish_staged(staged)
-        return self._drop_subtree(node)
-
-    def _demote(self, node: LayoutTreeNode[MetadataT]) -> PageArray:
+        if not node.backuped and self._earns_a_copy(node):
+            self.write_backup(node, write_back=True)
+        if not node.backuped:
+            self._finish_staged(staged)
+            return self._drop_subtree(node)
         self.kv_events.record_remove(node, medium=StorageMedium.GPU)
         pages = self._take_off_device(node)
-        self.slots.free_slot_pages(pages)
+        if self.in_flight.is_copied(node):
+            staged.append(pages)
+        else:
+            self.slots.free_slot_pages(pages)
         return pages
 
-    def _finish_staged(self, staged: list[tuple[LayoutTreeNode[MetadataT], PageArray]]) -> None:
-        """Wait for the copies of nodes that left the device under write_back, then free their slots."""
+    def _finish_staged(self, staged: list[PageArray]) -> None:
+        """Wait for the copies of nodes that have left the device, then free their slots."""
         if not staged:
             return
         self.writing_check(write_back=True)
-        for node, pages in staged:
+        for pages in staged:
             self.slots.free_slot_pages(pages)
-            node.release_host()
-            self._refresh(node)
         staged.clear()
 
     def _drop_subtree(self, root: LayoutTreeNode[MetadataT]) -> PageArray:
         """Delete a leaf that has no host copy, and host-only nodes below it. Returns its pages, none if kept.
 
-        Kept, with nothing changed, if a node below is protected.
+        Kept, with nothing changed, if a node below is held.
         """
+        if root.host_ref_counter > 0:
+            return NO_PAGES
         below = [root]
         for node in below:
             below.extend(node.children.values())
-        if any(node.host_ref_counter > 0 for node in below):
-            return NO_PAGES
         for node in reversed(below[1:]):
             self._drop_host_copy(node)
-            self.host_order.discard(node)
         self.kv_events.record_remove(root)
         pages = self._take_off_device(root)
         self.slots.free_slot_pages(pages)
