@@ -160,10 +160,10 @@ class TestEvictionByShortfall(CacheTestCase):
             group.abort(held)
 
     def test_tokens_that_write_back_could_not_keep_are_counted_as_dropped(self) -> None:
-        group = Group(CacheSpec(policy="write_back", host_pages=1))
-        group.serve(chain(group.spec, *range(6)))
+        group = Group(CacheSpec(policy="write_back", host_pages=2))
+        group.serve(chain(group.spec, *range(12)))
         group.evict_all()
-        self.assertEqual(group.agreed(lambda rank: rank.cache.stats.dropped_tokens), 24)
+        self.assertEqual(group.agreed(lambda rank: rank.cache.stats.dropped_tokens), 48)
         self.assertEqual(group.agreed(lambda rank: rank.cache.stats.refused_backups), 1)
 
 
