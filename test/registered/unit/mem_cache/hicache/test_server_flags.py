@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any, ClassVar, cast
 from unittest import mock
 
+from _replays import FAULTY_LAYOUTS
 from sglang.srt.arg_groups.model_override_base import resolving_view
 from sglang.srt.plugins import load_plugins
 from sglang.test.ci.ci_register import register_cpu_ci
@@ -58,6 +59,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "a model with recurrent layers (Mamba, linear attention)": ({}, {"model": replace(MLA, is_recurrent=True)}),
     "a model without latent KV (MHA, GQA)": ({}, {"model": replace(MLA, is_mla=False)}),
     "a model with sparse attention (DSA) without an NVIDIA GPU": ({}, {"model": replace(MLA, is_dsa=True)}),
+    "a model with index keys beside KV heads (MiniMax-M3, QSA)": ({}, {"model": replace(MLA, indexes_heads=True)}),
     "a model with pooled index keys (index_kpool above 1)": ({}, {"model": replace(MLA, index_kpool=4)}),
     "--page-size 1": ({"page_size": 1}, {}),
     "--enable-dp-attention with --dp-size above 1": ({"enable_dp_attention": True, "dp_size": 2}, {}),
@@ -267,14 +269,21 @@ class TestCheckBeforeTheLaunch(FlagsTestCase):
         assert choice is not None
         self.assertEqual(choice.strategy, "identity")
 
+    def test_a_strategy_that_keeps_a_page_on_two_ranks_is_refused(self) -> None:
+        sys.path.insert(0, str(FAULTY_LAYOUTS))
+        self.addCleanup(sys.path.remove, str(FAULTY_LAYOUTS))
+        message = r"^--kv-layout-strategy two_copies: ranks 0 to 3 store lanes 0, 1, 0, 1 of 2; accepted: 4 lanes"
+        with self.assertRaisesRegex(LayoutConfigError, message):
+            self._check({"tp_size": 4}, shard_size=4, strategy="two_copies")
+
     def test_without_our_flags_nothing_is_looked_at(self) -> None:
         with mock.patch.object(server_args, "server_facts", side_effect=AssertionError):
             server_args.check(lambda _: None, _sglang.ServerArgs(model_path="none"))
 
-    def _check(self, fields: dict[str, Any], shard_size: int = 2) -> Any:  # noqa: ANN401  # ServerArgs
+    def _check(self, fields: dict[str, Any], shard_size: int = 2, strategy: str = "cp_shared") -> Any:  # noqa: ANN401  # ServerArgs
         """Run the hook on a real record; only the model's configuration, which would be a file, is given."""
         build = server_args.keyword_factory(_sglang.ServerArgs)
-        record = build(**{**GOOD, **fields}, kv_layout_strategy="cp_shared")
+        record = build(**{**GOOD, **fields}, kv_layout_strategy=strategy)
         facts = ServerFacts(args=resolving_view(record), shard_size=shard_size, **self.FACTS)
         with mock.patch.object(server_args, "server_facts", return_value=facts):
             server_args.check(lambda _: None, record)
