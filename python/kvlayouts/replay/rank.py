@@ -25,10 +25,10 @@ from kvlayouts.replay.content import KVContent, Words, prefix_sums
 from kvlayouts.replay.geometries import GEOMETRIES
 from kvlayouts.replay.messages import RankReport
 from kvlayouts.replay.results import HitPoint, HitSeriesRecorder
+from sglang.srt.mem_cache.hicache.check.digest import tree_digest
 from sglang.srt.mem_cache.hicache.device.pools import bytes_of as device_bytes_of
 from sglang.srt.mem_cache.hicache.host.pools import host_bytes_of
 from sglang.srt.mem_cache.hicache.settings import HiCacheSettings
-from sglang.srt.mem_cache.hicache.tree.digest import tree_digest
 from sglang.srt.mem_cache.layouts import LayoutConfig, PoolKind
 from sglang.srt.mem_cache.layouts.errors import LayoutInvariantError
 from sglang.srt.mem_cache.layouts.pages import PageArray, pages_of_tokens

@@ -115,7 +115,7 @@ class Requests:
 
     def node_in_flight(self, plan: random.Random) -> LayoutTreeNode[Any] | None:
         """A node whose backup or load is under way."""
-        flight = self._cache.in_flight
+        flight = self._cache.parts.in_flight
         nodes = [backup.node for backup in flight.backups.values()] + [load.last for load in flight.loads.values()]
         return plan.choice(nodes) if nodes else None
 
@@ -132,7 +132,7 @@ class Requests:
 
     def wrong_bytes(self) -> list[str]:
         """Check every node on the device that is not being loaded, and report all that was found wrong so far."""
-        loading = {node for load in self._cache.in_flight.loads.values() for node in load.nodes()}
+        loading = {node for load in self._cache.parts.in_flight.loads.values() for node in load.nodes()}
         for node in self._cache.nodes():
             if node.value is not None and node not in loading:
                 tokens = self.prompt_of(node)

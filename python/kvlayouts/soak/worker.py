@@ -17,8 +17,8 @@ from kvlayouts.replay.content import KVContent
 from kvlayouts.soak.config import SoakReport, repeat_command
 from kvlayouts.soak.geometries import GEOMETRIES
 from kvlayouts.soak.rank import SoakRank, drain
+from sglang.srt.mem_cache.hicache.check.digest import tree_digest
 from sglang.srt.mem_cache.hicache.settings import HiCacheSettings
-from sglang.srt.mem_cache.hicache.tree.digest import tree_digest
 from sglang.srt.mem_cache.layouts import LayoutConfig, PoolKind, create_layout
 
 if TYPE_CHECKING:

@@ -10,10 +10,10 @@ import torch.distributed as dist
 from sglang.srt.mem_cache.base_prefix_cache import InitLoadBackParams, InsertParams, MatchPrefixParams
 
 from sglang.srt.mem_cache.hicache.agreement import RankAgreement
+from sglang.srt.mem_cache.hicache.check.digest import tree_digest
 from sglang.srt.mem_cache.hicache.device.pools import bytes_of as device_bytes_of
 from sglang.srt.mem_cache.hicache.environment import agreement_groups
 from sglang.srt.mem_cache.hicache.host.pools import host_bytes_of
-from sglang.srt.mem_cache.hicache.tree.digest import tree_digest
 from support.caches import Rank, chain, make_allocator, make_device_pool, make_layout, make_params, page_views
 from support.gloo.traffic import RankTraffic, TrafficReport
 from support.groups import chain_lanes, pages_of
@@ -217,8 +217,8 @@ def load_back(rank: Rank, tokens: array[int]) -> np.ndarray[Any, np.dtype[np.int
 
 
 def evict_all(rank: Rank) -> None:
-    """Everything leaves the device, and other bytes take its place."""
-    rank.cache._evict(lambda _, __: False)  # noqa: SLF001  # no demand is ever enough
+    """Everything leaves the device, whatever the demand, and other bytes take its place."""
+    rank.cache.parts.device_room.evict_until(lambda _, __: False)
     assert rank.cache.total_size() == 0
     rank.scribble()
 

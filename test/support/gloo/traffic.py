@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InitLoadBackParams, InsertParams, MatchPrefixParams
 
-from sglang.srt.mem_cache.hicache.tree.digest import tree_digest
+from sglang.srt.mem_cache.hicache.check.digest import tree_digest
 from support.caches import Rank, chain, page_views
 from support.groups import chain_lanes, check_host, check_nodes, check_orders, check_slots, pages_of
 

@@ -18,6 +18,7 @@ from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.hiradix_cache import HiRadixCache as SGLangHiRadixCache
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 
+from sglang.srt.mem_cache.hicache.assemble import assemble_cache
 from sglang.srt.mem_cache.hicache.device.pools import DsaGeometry, Geometry, MhaGeometry, MlaGeometry, build_device_pool
 from sglang.srt.mem_cache.hicache.radix_cache import HiRadixCache
 from sglang.srt.mem_cache.hicache.runtime import standalone_runtime
@@ -130,7 +131,7 @@ def _our_side(case: Case) -> Side:
     pool = _device_pool(case)
     requests = _request_pool(case)
     allocator = _lane_allocator(case, pool, layout) if case.lanes else _stock_allocator(case, pool)
-    cache = HiRadixCache(
+    cache = assemble_cache(
         _params(case, requests, allocator),
         layout=layout,
         settings=HiCacheSettings(

@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams, MatchPrefixParams
 
 from sglang.srt.mem_cache.hicache.accepted import WritePolicy
-from sglang.srt.mem_cache.hicache.tree.invariants import violations
+from sglang.srt.mem_cache.hicache.check.invariants import violations
 from support.caches import CacheSpec, chain
 from support.groups import Group, Request, chain_lanes, pages_of
 from support.model.sets import Model, Pages, Prefix, prefixes
@@ -349,7 +349,7 @@ class CacheMachine(RuleBasedStateMachine):
         paths = dict(self._paths(rank))
         for ack in rank.controller.ack_write_queue[len(self.model.writes.pending) :]:
             (backup_id,) = ack.node_ids
-            self.model.writes.pending.append(paths[rank.cache.in_flight.backups[backup_id].node])
+            self.model.writes.pending.append(paths[rank.cache.parts.in_flight.backups[backup_id].node])
 
     def _note_waits(self) -> None:
         """What was copied on its way out was waited for, and so was every backup before it."""

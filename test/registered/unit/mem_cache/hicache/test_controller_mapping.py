@@ -10,8 +10,8 @@ from unittest.mock import ANY, Mock, call, patch
 import numpy as np
 from sglang.test.ci.ci_register import register_cpu_ci
 
-from sglang.srt.mem_cache.hicache.controller import HostShortfall
 from sglang.srt.mem_cache.hicache.copies.transfer import HostTransfer
+from sglang.srt.mem_cache.hicache.host.ledger import HostShortfall
 from sglang.srt.mem_cache.hicache.settings import HiCacheSettings
 from sglang.srt.mem_cache.layouts import CpSharedKVLayout, LayoutConfigError, LayoutInvariantError, PoolKind
 from support.caches import LAYERS, CacheSpec, CacheTestCase, Rank, chain, page_views

@@ -65,7 +65,7 @@ class TestAgreement(CacheTestCase):
     def test_03_a_rank_that_is_told_two_waits_for_the_second(self, layout: str) -> None:
         group = Group(fault_spec(layout))
         for rank in group.ranks:
-            rank.cache.agreement = Told((2, 0))
+            rank.cache.parts.transfers.agreement = Told((2, 0))
         group.hold()
         for root in (1, 2, 3):
             group.finish(begin(group, root))
@@ -73,7 +73,7 @@ class TestAgreement(CacheTestCase):
             rank.engine.finish_writes(1)
             rank.cache.check_hicache_events()
             self.assertEqual(rank.engine.waits, 1)
-            self.assertEqual([len(rank.controller.ack_write_queue), *rank.cache.in_flight.backups], [1, 4])
+            self.assertEqual([len(rank.controller.ack_write_queue), *rank.cache.parts.in_flight.backups], [1, 4])
         group.check()
 
     @each_layout
@@ -85,7 +85,7 @@ class TestAgreement(CacheTestCase):
         for rank, ready in zip(group.ranks, (3, 1, 2, 2), strict=True):
             rank.engine.finish_writes(ready)
         group.settle()
-        self.assertEqual(group.agreed(lambda rank: sorted(rank.cache.in_flight.backups)), [3, 4])
+        self.assertEqual(group.agreed(lambda rank: sorted(rank.cache.parts.in_flight.backups)), [3, 4])
         self.assertEqual(group.each(lambda rank: rank.engine.waits), [0] * RANKS)
         group.check()
 
@@ -175,7 +175,7 @@ class TestAccounting(CacheTestCase):
                 group.serve(chain(group.spec, root, root + 10, root + 40))
             held = begin(group, 0, 10)
             evictable = group.agreed(lambda rank: rank.cache.evictable_size()) // 4
-            promised = group.ranks[0].cache.evictable_lane_pages + group.ranks[0].allocator.room_pages()
+            promised = group.ranks[0].accounting.evictable_lane_pages + group.ranks[0].allocator.room_pages()
             self.assertEqual(evictable, 18)
             self.assertEqual(evict(group, evictable), evictable)
             self.assertEqual(group.agreed(lambda rank: rank.allocator.room_pages().tolist()), promised.tolist())

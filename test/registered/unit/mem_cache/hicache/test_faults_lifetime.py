@@ -308,7 +308,7 @@ def _held(group: Group) -> list[tuple[int, int, tuple[int, ...], int]]:
             rank.controller.ledger.free_pages,
             len(rank.controller.ack_write_queue)
             + len(rank.controller.ack_load_queue)
-            + len(rank.cache.in_flight.loads),
+            + len(rank.cache.parts.in_flight.loads),
         )
     )
 

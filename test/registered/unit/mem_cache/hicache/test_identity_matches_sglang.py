@@ -291,7 +291,7 @@ class TestFaultsOfSGLang(_OneRank):
                 perform(side, Operation(kind=Kind.RESET))
             assert isinstance(ours.cache, HiRadixCache)
             assert isinstance(theirs.cache, SGLangHiRadixCache)
-            assert (len(ours.cache.in_flight.backups), len(theirs.cache.ongoing_write_through)) == (0, 1)
+            assert (len(ours.cache.parts.in_flight.backups), len(theirs.cache.ongoing_write_through)) == (0, 1)
 
 
 if __name__ == "__main__":

@@ -1,106 +1,100 @@
-"""`HostRoom`: which host copies may go, in which order, and how much room that would make in each lane.
+"""`HostRoom`: making room on the host, lane by lane: mirrors are given up, then leaves that only the host has.
 
-    held    a copy that a transfer reads or writes, or that lies above one
-    mirror  the node is on the device too: giving the copy up costs another backup, if the node leaves the device
-    alone   the node is only on the host: giving the copy up loses the prefix
-
-A copy may go if it is not held and no child has one, so that host copies still form prefixes. Mirrors go first. Since
-what is above a held copy is held too, every copy that is not can be reached from its leaves: the room that can be made
-is the sum of them, and it is known before anything is given up.
+Which copies may go, and in which order, is `host_copies`' to say.
 """
 
 from __future__ import annotations
 
-from operator import add, le, sub
-from typing import TYPE_CHECKING, Any, Final, Generic
+from typing import TYPE_CHECKING, Generic
+
+from sglang.srt.disaggregation.kv_events import StorageMedium
 
 from sglang.srt.mem_cache.layouts.errors import LayoutInvariantError
 from sglang.srt.mem_cache.layouts.protocol import MetadataT
 
-from .eviction import EvictionOrder
+from .node import LayoutTreeNode, parent_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
-    from .node import LayoutTreeNode
+    from sglang.srt.mem_cache.events import KVCacheEventRecorder
 
-LOOK_PAST: Final = 16
-"""Candidates without a page in a short lane that are passed over, of each kind, before one of them goes after all."""
+    from .accounting import Accounting
+    from .protocols import CopyController
+    from .radix_tree import LayoutRadixTree
+    from .report import TrafficReport
 
 
 class HostRoom(Generic[MetadataT]):
-    """The host copies of one tree, as candidates and as pages. Equal on all ranks whose trees are equal.
+    """Host memory of a tree, from the side that gives it up."""
 
-    `lane_pages` are the pages of copies that are not held, in each lane.
-    """
+    def __init__(
+        self,
+        controller: CopyController[MetadataT],
+        *,
+        tree: LayoutRadixTree[MetadataT],
+        accounting: Accounting[MetadataT],
+        events: KVCacheEventRecorder,
+        report: TrafficReport,
+    ) -> None:
+        self._controller = controller
+        self._tree = tree
+        self._accounting = accounting
+        self._events = events
+        self._report = report
 
-    def __init__(self, lane_count: int, priority: Callable[[LayoutTreeNode[MetadataT]], Any]) -> None:
-        self.mirrors: EvictionOrder[LayoutTreeNode[MetadataT]] = EvictionOrder(priority)
-        self.alone: EvictionOrder[LayoutTreeNode[MetadataT]] = EvictionOrder(priority)
-        self.lane_pages = [0] * lane_count
+    def make(self, demand_pages: Sequence[int], *, below: LayoutTreeNode[MetadataT]) -> bool:
+        """Give up host copies until every lane has room for `demand_pages`; False, with none gone, if that cannot be.
 
-    # Who may go.
-
-    def refresh(self, node: LayoutTreeNode[MetadataT]) -> None:
-        """Make both orders right for `node` after any change of its state."""
-        (self.mirrors.add if node.is_mirror_leaf else self.mirrors.discard)(node)
-        (self.alone.add if node.is_host_leaf else self.alone.discard)(node)
-
-    def touch(self, node: LayoutTreeNode[MetadataT]) -> None:
-        """Move `node` in its order after a change of its time, hits or priority."""
-        self.mirrors.touch(node)
-        self.alone.touch(node)
-
-    def pop_first(self, missing_pages: Sequence[int]) -> LayoutTreeNode[MetadataT] | None:
-        """Take the copy that goes first for pages in the lanes where `missing_pages` is above 0; None without any.
-
-        One that has no page there is passed over, for it would go in vain, unless the first of both orders are all
-        like that: then one goes, since what lies above it may have.
+        Not those of `below` and above it, under which the pages will lie. Progress is physical room in each lane,
+        whatever the logical length of the nodes that go.
         """
+        if self._controller.ledger.admits(demand_pages):
+            return True
+        copies = self._accounting.host_copies
+        copies.hold(below)
+        made = self._give_up_copies(demand_pages)
+        copies.release(below)
+        return made
 
-        short = [lane for lane, missing in enumerate(missing_pages) if missing]
+    def _give_up_copies(self, demand_pages: Sequence[int]) -> bool:
+        ledger, copies = self._controller.ledger, self._accounting.host_copies
+        if not copies.can_make(ledger.missing_pages(demand_pages)):
+            return False
+        while not ledger.admits(demand_pages):
+            node = copies.pop_first(ledger.missing_pages(demand_pages))
+            if node is None:
+                return False
+            if node.value is None:
+                self._delete_leaf(node)
+            else:
+                self.drop_copy(node)
+                self._accounting.refresh(parent_of(node))
+        return True
 
-        def helps(node: LayoutTreeNode[MetadataT]) -> bool:
-            return node.metadata is not None and any(map(node.metadata.pages_per_rank.__getitem__, short))
+    def evict(self, num_tokens: int) -> int:
+        """Delete host-only leaves of at least `num_tokens` logical tokens. Returns the tokens deleted."""
+        deleted = 0
+        while deleted < num_tokens and (node := self._accounting.host_order.pop_first()) is not None:
+            deleted += self._delete_leaf(node)
+        return deleted
 
-        for order in (self.mirrors, self.alone):
-            node = order.pop_first_that(helps, look_past=LOOK_PAST)
-            if node is not None:
-                return node
-        return self.mirrors.pop_first() or self.alone.pop_first()
+    def drop_copy(self, node: LayoutTreeNode[MetadataT]) -> int:
+        """Free the host pages of `node`, which forgets its copy. Returns its logical tokens.
 
-    # How much room that makes.
+        Raises `LayoutInvariantError` if it has none.
+        """
+        if node.metadata is None:
+            raise LayoutInvariantError(f"node {node.id} has no host copy to drop")
+        self._events.record_remove(node, medium=StorageMedium.CPU)
+        self._accounting.host_copies.dropped(node)
+        tokens = self._controller.release_host(node.metadata)
+        self._report.stats.evicted_host_tokens += tokens
+        node.clear_metadata()
+        self._accounting.refresh(node)
+        return tokens
 
-    def can_make(self, missing_pages: Sequence[int]) -> bool:
-        """Whether giving up copies makes `missing_pages` more room in each lane."""
-        return all(map(le, missing_pages, self.lane_pages))
-
-    def hold(self, node: LayoutTreeNode[MetadataT]) -> None:
-        """Keep the copy of `node` and those above it, or the one that `node` is about to get."""
-        while node.parent is not None:
-            if node.host_ref_counter == 0:
-                self._count(node, sub)
-            node.host_ref_counter += 1
-            if node.host_ref_counter == 1:
-                self.refresh(node)
-            node = node.parent
-
-    def release(self, node: LayoutTreeNode[MetadataT]) -> None:
-        """Undo one `hold`. Raises `LayoutInvariantError` if there is none to undo."""
-        while node.parent is not None:
-            if node.host_ref_counter <= 0:
-                raise LayoutInvariantError(f"the host copy of node {node.id} is released, but it is not held")
-            node.host_ref_counter -= 1
-            if node.host_ref_counter == 0:
-                self._count(node, add)
-                self.refresh(node)
-            node = node.parent
-
-    def dropped(self, node: LayoutTreeNode[MetadataT]) -> None:
-        """The copy of `node` is about to be given up."""
-        if node.host_ref_counter == 0:
-            self._count(node, sub)
-
-    def _count(self, node: LayoutTreeNode[MetadataT], step: Callable[[int, int], int]) -> None:
-        if node.metadata is not None:
-            self.lane_pages = list(map(step, self.lane_pages, node.metadata.pages_per_rank))
+    def _delete_leaf(self, node: LayoutTreeNode[MetadataT]) -> int:
+        tokens = self.drop_copy(node)
+        self._tree.unlink(node)
+        return tokens

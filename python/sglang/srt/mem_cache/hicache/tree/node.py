@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Generic
 
 from sglang.srt.mem_cache.radix_cache import TreeNode
 
+from sglang.srt.mem_cache.layouts.errors import LayoutInvariantError
 from sglang.srt.mem_cache.layouts.pages import NO_PAGES, PageArray
 from sglang.srt.mem_cache.layouts.protocol import MetadataT
 
@@ -138,3 +139,10 @@ class LayoutTreeNode(TreeNode, Generic[MetadataT]):
             and self.host_ref_counter == 0
             and self.host_children == 0
         )
+
+
+def parent_of(node: LayoutTreeNode[MetadataT]) -> LayoutTreeNode[MetadataT]:
+    """The node above `node`. Raises `LayoutInvariantError` for the root."""
+    if node.parent is None:
+        raise LayoutInvariantError(f"node {node.id} has no parent; the walk should have ended at the root")
+    return node.parent

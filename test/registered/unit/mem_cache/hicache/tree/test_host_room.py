@@ -69,15 +69,15 @@ class TestMirrorsGiveWay(CacheTestCase):
         group.finish(_start(group, 1, 2))
         for rank in group.ranks:
             self.assertEqual([node.host_ref_counter for node in rank.nodes()], [1, 1])
-            self.assertEqual(rank.cache.host_room.lane_pages, [0])
+            self.assertEqual(rank.accounting.host_copies.lane_pages, [0])
         group.check()
         group.release()
         group.settle()
         for rank in group.ranks:
             self.assertEqual([node.host_ref_counter for node in rank.nodes()], [0, 0])
-            self.assertEqual(rank.cache.host_room.lane_pages, [2])
+            self.assertEqual(rank.accounting.host_copies.lane_pages, [2])
             with self.assertRaisesRegex(LayoutInvariantError, r"host copy of node \d+ is released, but it is not held"):
-                rank.cache.host_room.release(rank.nodes()[0])
+                rank.accounting.host_copies.release(rank.nodes()[0])
         group.check()
 
 

@@ -73,7 +73,7 @@ class TestBackupState(CacheTestCase):
         for rank in group.ranks:
             child = _node(rank, chain(group.spec, 1, 3))
             assert child.parent is not None
-            rank.cache._drop_host_copy(child.parent)  # noqa: SLF001  # as if the parent's backup had been refused
+            rank.cache.parts.host_room.drop_copy(child.parent)  # as if the parent's backup had been refused
             self.assertEqual(rank.cache.write_backup(child), 0)
             self.assertIsNone(child.metadata)
 
@@ -252,8 +252,8 @@ class TestStaleNodes(CacheTestCase):
                 rank.allocator.clear()
                 with self.assertRaisesRegex(LayoutInvariantError, "another tree"):
                     getattr(rank.cache, step)(stale)
-                self.assertEqual((rank.cache.evictable_size_, rank.cache.protected_size_), (0, 0))
-                self.assertEqual(len(rank.cache.device_order), 0)
+                self.assertEqual((rank.cache.evictable_size(), rank.cache.protected_size()), (0, 0))
+                self.assertEqual(len(rank.accounting.device_order), 0)
             group.check()
 
 
@@ -360,8 +360,7 @@ def _start(group: Group, *pages: int) -> Request:
 
 
 def _node(rank: Rank, tokens: Any) -> LayoutTreeNode[Any]:  # noqa: ANN401  # tokens of a chain
-    node: LayoutTreeNode[Any] = rank.cache._walk(rank.key(tokens), [])  # noqa: SLF001  # a match ends at the host
-    return node
+    return rank.cache.parts.tree._walk(rank.key(tokens), [])  # noqa: SLF001  # a match ends at the host
 
 
 def _metadata(node: LayoutTreeNode[Any]) -> Any:  # noqa: ANN401  # the layout's metadata

@@ -95,7 +95,7 @@ class TestOneRequestIsOneUse(CacheTestCase):
         for times in (1, 2, 3):
             _ask(scheduler, prompt)
             self.assertEqual(set(_hits_of(scheduler, prompt)), {times})
-            scheduler.cache._evict(lambda _, __: False)  # noqa: SLF001  # everything leaves the device
+            scheduler.cache.parts.device_room.evict_until(lambda _, __: False)  # everything leaves the device
 
     def test_nothing_is_remembered_of_requests_that_have_ended_or_were_aborted(self) -> None:
         scheduler = _scheduler("cp_shared")
@@ -105,7 +105,9 @@ class TestOneRequestIsOneUse(CacheTestCase):
         del request
         scheduler.running = None
         gc.collect()
-        self.assertEqual(len(scheduler.cache._uses._uses), 0)  # noqa: SLF001  # what would grow
+        requests = scheduler.cache.requests
+        assert requests is not None
+        self.assertEqual(len(requests._uses._uses), 0)  # noqa: SLF001  # what would grow
 
 
 def _scheduler(layout: str, **changes: Any) -> Scheduler:  # noqa: ANN401  # fields of CacheSpec

@@ -8,18 +8,12 @@ moves no boundary.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
 
+from ..tree.radix_tree import RequestUse
+
 SchedulerRequest: TypeAlias = Any  # what has the attributes of SGLang's `Req`
-
-
-@dataclass(slots=True, kw_only=True)
-class RequestUse:
-    """The first `counted` tokens of a request's chain have been counted as used by it."""
-
-    counted: int = 0
 
 
 class RequestUses:
