@@ -8,13 +8,13 @@ from __future__ import annotations
 import unittest
 from typing import TYPE_CHECKING, Any
 
-from _caches import CacheTestCase, Rank, chain
-from _faults import begin, each_layout, fault_spec, node_of
-from _groups import Group
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams
 
 from sglang.srt.mem_cache.hicache.check.invariants import violations
 from sglang.srt.mem_cache.layouts.errors import LayoutInvariantError
+from support.caches import CacheTestCase, Rank, chain
+from support.faults import begin, each_layout, fault_spec, node_of
+from support.groups import Group
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -45,7 +45,7 @@ class TestBackupsAndHostMemory(CacheTestCase):
 
     @each_layout
     def test_room_that_was_made_and_is_not_there(self, layout: str) -> None:
-        group = Group(fault_spec(layout, host=4))
+        group = Group(fault_spec(layout, host=8))
         rank = group.ranks[0]
         rank.cache.parts.host_room.make = _room_that_is_not_there  # type: ignore[method-assign]  # the fault
         self._back_up(rank, pages=24)  # put off: the host has no room
@@ -107,7 +107,7 @@ class TestTreeAndLoads(CacheTestCase):
 
     @each_layout
     def test_a_child_that_its_parent_files_under_another_key(self, layout: str) -> None:
-        group = Group(fault_spec(layout, policy="write_back", host=4))
+        group = Group(fault_spec(layout, policy="write_back", host=8))
         group.serve(chain(group.spec, *range(24)))  # more than the host can keep, so it will be deleted
         rank = group.ranks[0]
         children = rank.cache.root_node.children
