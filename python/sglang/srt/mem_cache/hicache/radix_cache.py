@@ -96,6 +96,7 @@ class HiRadixCache(NoStorageTier, TieredRadixTree[MetadataT], Generic[MetadataT]
             page_size=layout.page_size,
             mem_layout=settings.mem_layout,
             ranks_on_machine=settings.ranks_on_machine,
+            budget=settings.host_budget,
         )
         self.load_cache_event = threading.Event()
         self.cache_controller: HiCacheController[MetadataT] = HiCacheController(

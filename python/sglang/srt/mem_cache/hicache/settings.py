@@ -11,8 +11,9 @@ from sglang.srt.runtime_context import get_device, get_memory, get_parallel, get
 from sglang.srt.mem_cache.layouts.config import GroupKind
 from sglang.srt.mem_cache.layouts.errors import LayoutConfigError
 
-from .host.memory import ranks_on_this_machine
+from .host.memory import HostBudget, ranks_on_this_machine
 from .host.sizes import check_gb, check_ratio, check_whole
+from .seam.server_flags import host_budget
 
 WritePolicy: TypeAlias = Literal["write_through", "write_through_selective", "write_back"]
 LONGEST_WAIT_SECONDS = 1e9  # gloo counts nanoseconds in 64 bits
@@ -56,7 +57,8 @@ def check_write_policy(policy: str) -> None:
 class HiCacheSettings:
     """The values of SGLang's ``--hicache-*`` flags that the cache reads.
 
-    Host memory is `host_gb` x 10^9 bytes a rank if positive, else `host_ratio` x the device pool's rows.
+    Host memory is `host_gb` x 10^9 bytes a rank if positive, else `host_ratio` x the device pool's rows. `host_budget`
+    is given where SGLang reckoned that ratio from the memory that is free.
     `load_back_threshold` is in logical tokens: a shorter host hit is recomputed. `ranks_on_machine` share the memory.
     A rank waits for another one for `peer_seconds` at most; None means the process group's time-out.
     Raises `LayoutConfigError` for an unknown write policy or a size that no machine has.
@@ -72,6 +74,7 @@ class HiCacheSettings:
     model_name: str | None = None
     peer_seconds: float | None = None
     ranks_on_machine: int = 1
+    host_budget: HostBudget | None = None
 
     def __post_init__(self) -> None:
         check_write_policy(self.write_policy)
@@ -98,6 +101,7 @@ class HiCacheSettings:
             model_name=get_serving().served_model_name,
             peer_seconds=peer_seconds(),
             ranks_on_machine=ranks_on_this_machine(get_parallel()),
+            host_budget=host_budget(),
         )
 
 

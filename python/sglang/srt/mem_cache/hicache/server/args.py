@@ -13,12 +13,14 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from sglang.srt.arg_groups.model_override_base import resolving_view
+from sglang.srt.arg_groups.overrides import post_capture_kv_sizing_planned
 
 from sglang.srt.mem_cache.layouts.config import DEFAULT_LAYOUT
 from sglang.srt.mem_cache.layouts.errors import LayoutConfigError
 from sglang.srt.mem_cache.layouts.registry import known_layouts
 
 from ..device.geometry import DsaGeometry, index_key_bytes
+from ..seam.server_flags import attention_groups
 from .choice import CONFIG_FLAG, CP_SHARED_FLAG, STRATEGY_FLAG, attach_choice, choice_of, choose
 from .graphs import phases_asked_for, phases_with_graphs, turn_graphs_off
 from .refusals import RADIX_BACKEND, ModelFacts, ServerFacts, refuse_what_does_not_fit
@@ -117,7 +119,12 @@ def server_facts(server_args: ServerArgs) -> ServerFacts:
     """What the table of `refusals` asks about. Reads the model's configuration, not its weights."""
     from sglang.srt.arg_groups.model_override_base import model_config_of
     from sglang.srt.configs.hybrid_arch import mambaish_config
-    from sglang.srt.configs.model_config import AttentionArch, get_dsa_index_kpool, is_deepseek_dsa
+    from sglang.srt.configs.model_config import (
+        AttentionArch,
+        get_dsa_index_kpool,
+        is_deepseek_dsa,
+        is_minimax_sparse,
+    )
     from sglang.srt.utils import is_cuda
 
     from ..cpu.support import accelerator_present
@@ -135,12 +142,14 @@ def server_facts(server_args: ServerArgs) -> ServerFacts:
             index_share=_index_share(model, args.kv_cache_dtype) if is_dsa else 0.0,
             is_hybrid_swa=model.is_hybrid_swa,
             is_recurrent=mambaish_config(model) is not None,
+            is_minimax_sparse=is_minimax_sparse(model.hf_config),
         ),
         shard_size=shard_size(args),
         on_cpu=not accelerator_present(),
         on_nvidia=is_cuda(),
         graphs_on=accelerator_present() and bool(phases_with_graphs(server_args)),
         graphs_asked_for=accelerator_present() and bool(phases_asked_for(server_args)),
+        pool_shrinks=post_capture_kv_sizing_planned(server_args),
     )
 
 
@@ -161,8 +170,7 @@ def shard_size(args: Any) -> int:  # noqa: ANN401  # any view of ServerArgs
     """Ranks of the shard group: the attention-CP group if it has peers, else the attention-TP group."""
     if args.attn_cp_size > 1:
         return int(args.attn_cp_size)
-    attention_groups = args.dp_size if args.enable_dp_attention else 1
-    return max(int(args.tp_size) // int(attention_groups), 1)
+    return max(int(args.tp_size) // attention_groups(args), 1)
 
 
 def refuse_unsupported_release(asked: str) -> None:
