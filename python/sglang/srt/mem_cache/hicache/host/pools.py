@@ -54,7 +54,8 @@ def build_host_pool(
 
     Raises `LayoutConfigError`, before anything is allocated, for a pool that HiCache does not serve, a page size that
     is not the pool's, sizes that leave no page, or more than the machine has for `ranks_on_machine` such pools,
-    sidecars included, or than `budget` where that made `ratio`; SGLang's `ValueError` for an unknown layout. If the DSA sidecar fails, the anchor is freed.
+    sidecars included; where `budget` made `ratio`, more than that. SGLang's `ValueError` for an unknown layout. If the
+    DSA sidecar fails, the anchor is freed.
     """
     kind = pool_kind(device_pool)
     if page_size != device_pool.page_size:

@@ -175,50 +175,67 @@ OLDER_FIELDS: Final[dict[str, FieldRow]] = {
 }
 
 WITHOUT_EFFECT: Final[dict[str, str]] = {
-    "--hicache-storage-backend": "hicache_storage_prefetch_policy hicache_storage_backend_extra_config "
-    "hicache_storage_prefetch_retry_poll_interval hicache_storage_prefetch_retry_max_attempts",
+    "--hicache-storage-backend": (
+        "hicache_storage_prefetch_policy hicache_storage_backend_extra_config "
+        "hicache_storage_prefetch_retry_poll_interval hicache_storage_prefetch_retry_max_attempts"
+    ),
     "--enable-unified-cache-external-linker": "unified_cache_external_linker_backend",
     "--enable-hisparse": "hisparse_config",
     "--enable-lmcache": "lmcache_config_file",
     "--enable-flexkv": "flexkv_config_file",
     "--dcp-size above 1": "dcp_comm_backend dcp_replicate_q_proj",
     "--dllm-algorithm": "dllm_algorithm_config dllm_fdfo",
-    "--speculative-algorithm": "uno_lora_path speculative_draft_model_path speculative_draft_model_revision speculative_draft_load_format "
-    "speculative_num_steps speculative_eagle_topk speculative_num_draft_tokens speculative_dflash_block_size "
-    "speculative_dspark_block_size speculative_dspark_sps_table_path speculative_dspark_confidence_sts_path "
-    "speculative_dspark_align_verify_tokens_to_graph_tier speculative_accept_threshold_single "
-    "speculative_accept_threshold_acc speculative_use_rejection_sampling speculative_token_map "
-    "speculative_attention_mode speculative_draft_attention_backend speculative_dsa_topk_backend "
-    "speculative_draft_kv_cache_dtype speculative_draft_window_size speculative_moe_runner_backend "
-    "speculative_moe_a2a_backend speculative_draft_model_quantization "
-    "_speculative_draft_quantization_explicitly_set enable_multi_layer_eagle speculative_adaptive "
-    "speculative_adaptive_config spec_trace_dir speculative_ngram_min_bfs_breadth "
-    "speculative_ngram_max_bfs_breadth speculative_ngram_match_type speculative_ngram_max_trie_depth "
-    "speculative_ngram_capacity speculative_ngram_external_corpus_path speculative_ngram_external_sam_budget "
-    "speculative_ngram_external_corpus_max_tokens speculative_domino_candidate_pool_size",
-    "--disaggregation-mode prefill or decode": "disaggregation_transfer_backend disaggregation_bootstrap_port disaggregation_ib_device "
-    "disaggregation_decode_enable_radix_cache disaggregation_decode_enable_offload_kvcache "
-    "disaggregation_decode_retraction_backup num_reserved_decode_tokens disaggregation_decode_extra_slots "
-    "disaggregation_decode_polling_interval optimistic_prefill_attempts",
-    "a model with sliding-window layers": "swa_full_tokens_ratio disable_hybrid_swa_memory c128_page_size "
-    "dsv4_prefill_backend dsv4_attn_backend enable_deepseek_v4_fp4_indexer",
-    "a model with recurrent layers (Mamba, linear attention)": "mamba_backend max_mamba_cache_size mamba_ssm_dtype mamba_max_states_per_path "
-    "enable_mamba_cache_stochastic_rounding mamba_cache_philox_rounds mamba_full_memory_ratio "
-    "mamba_radix_cache_strategy uses_mamba_radix_cache mamba_track_interval enable_int8_mamba_checkpoint "
-    "int8_mamba_ckpt_size linear_attn_backend linear_attn_decode_backend linear_attn_prefill_backend "
-    "linear_attn_verify_backend enable_linear_replayssm linear_replayssm_cache_len enable_linear_replayssm_spec",
+    "--speculative-algorithm": (
+        "uno_lora_path speculative_draft_model_path speculative_draft_model_revision "
+        "speculative_draft_load_format speculative_num_steps speculative_eagle_topk speculative_num_draft_tokens "
+        "speculative_dflash_block_size speculative_dspark_block_size speculative_dspark_sps_table_path "
+        "speculative_dspark_confidence_sts_path speculative_dspark_align_verify_tokens_to_graph_tier "
+        "speculative_accept_threshold_single speculative_accept_threshold_acc speculative_use_rejection_sampling "
+        "speculative_token_map speculative_attention_mode speculative_draft_attention_backend "
+        "speculative_dsa_topk_backend speculative_draft_kv_cache_dtype speculative_draft_window_size "
+        "speculative_moe_runner_backend speculative_moe_a2a_backend speculative_draft_model_quantization "
+        "_speculative_draft_quantization_explicitly_set enable_multi_layer_eagle speculative_adaptive "
+        "speculative_adaptive_config spec_trace_dir speculative_ngram_min_bfs_breadth "
+        "speculative_ngram_max_bfs_breadth speculative_ngram_match_type speculative_ngram_max_trie_depth "
+        "speculative_ngram_capacity speculative_ngram_external_corpus_path speculative_ngram_external_sam_budget "
+        "speculative_ngram_external_corpus_max_tokens speculative_domino_candidate_pool_size"
+    ),
+    "--disaggregation-mode prefill or decode": (
+        "disaggregation_transfer_backend disaggregation_bootstrap_port disaggregation_ib_device "
+        "disaggregation_decode_enable_radix_cache disaggregation_decode_enable_offload_kvcache "
+        "disaggregation_decode_retraction_backup num_reserved_decode_tokens disaggregation_decode_extra_slots "
+        "disaggregation_decode_polling_interval optimistic_prefill_attempts"
+    ),
+    "a model with sliding-window layers": (
+        "swa_full_tokens_ratio disable_hybrid_swa_memory c128_page_size dsv4_prefill_backend dsv4_attn_backend "
+        "enable_deepseek_v4_fp4_indexer"
+    ),
+    "a model with recurrent layers (Mamba, linear attention)": (
+        "mamba_backend max_mamba_cache_size mamba_ssm_dtype mamba_max_states_per_path "
+        "enable_mamba_cache_stochastic_rounding mamba_cache_philox_rounds mamba_full_memory_ratio "
+        "mamba_radix_cache_strategy uses_mamba_radix_cache mamba_track_interval enable_int8_mamba_checkpoint "
+        "int8_mamba_ckpt_size linear_attn_backend linear_attn_decode_backend linear_attn_prefill_backend "
+        "linear_attn_verify_backend enable_linear_replayssm linear_replayssm_cache_len "
+        "enable_linear_replayssm_spec"
+    ),
 }
 """Fields that mean something only beside what the row of this name in `refusals` refuses."""
 
 NEWER_WITHOUT_EFFECT: Final[dict[str, str]] = {
     "--enable-unified-cache-external-linker": "unified_cache_external_linker_config enable_linker_mla_dedup",
     "--kv-cache-dtype nvfp4, fp4_mx_block16 or mxfp8": "prefill_kv_cache_dequant_dtype",
-    "--speculative-algorithm": "speculative_enable_w4a4_mxfp4_megamoe speculative_boundary_reduction speculative_use_block_verification "
-    "speculative_draft_sink_size",
-    "--disaggregation-mode prefill or decode": "disaggregation_enable_kv_checksum enable_pd_role_switch disaggregation_decode_host_receive_threshold "
-    "disaggregation_decode_allocation_policy",
-    "a model with sliding-window layers": "_swa_full_tokens_ratio_explicitly_set swa_prefix_tails "
-    "enable_encoder_swa_bounded_replay enable_decoder_swa_bounded_replay",
+    "--speculative-algorithm": (
+        "speculative_enable_w4a4_mxfp4_megamoe speculative_boundary_reduction speculative_use_block_verification "
+        "speculative_draft_sink_size"
+    ),
+    "--disaggregation-mode prefill or decode": (
+        "disaggregation_enable_kv_checksum enable_pd_role_switch disaggregation_decode_host_receive_threshold "
+        "disaggregation_decode_allocation_policy"
+    ),
+    "a model with sliding-window layers": (
+        "_swa_full_tokens_ratio_explicitly_set swa_prefix_tails enable_encoder_swa_bounded_replay "
+        "enable_decoder_swa_bounded_replay"
+    ),
     "a model with recurrent layers (Mamba, linear attention)": "enable_cp_tp_group_sharing qsa_indexer_dtype",
 }
 OLDER_WITHOUT_EFFECT: Final[dict[str, str]] = {

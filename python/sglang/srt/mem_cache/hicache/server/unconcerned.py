@@ -7,344 +7,92 @@ from __future__ import annotations
 
 from typing import Final
 
-UNCONCERNED: Final = [
-    "model_path",
-    "tokenizer_path",
-    "tokenizer_mode",
-    "tokenizer_backend",
-    "tokenizer_worker_num",
-    "detokenizer_worker_num",
-    "skip_tokenizer_init",
-    "load_format",
-    "model_loader_extra_config",
-    "trust_remote_code",
-    "context_length",
-    "is_embedding",
-    "enable_multimodal",
-    "revision",
-    "model_impl",
-    "model_config_parser",
-    "json_model_override_args",
-    "dtype",
-    "quantization",
-    "quantization_param_path",
-    "enable_fp32_lm_head",
-    "modelopt_quant",
-    "modelopt_checkpoint_restore_path",
-    "modelopt_checkpoint_save_path",
-    "modelopt_export_path",
-    "quantize_and_serve",
-    "rl_quant_profile",
-    "enable_tf32_matmul",
-    "max_running_requests",
-    "max_queued_requests",
-    "prefill_decode_interval",
-    "max_prefill_tokens",
-    "prefill_max_requests",
-    "disable_priority_preemption",
-    "default_priority_value",
-    "abort_on_priority_when_disabled",
-    "schedule_low_priority_values_first",
-    "priority_scheduling_preemption_threshold",
-    "schedule_conservativeness",
-    "scheduler_recv_interval",
-    "nccl_port",
-    "dist_timeout",
-    "dist_init_addr",
-    "gated_launch_port",
-    "node_rank",
-    "load_balance_method",
-    "moe_dp_size",
-    "enable_dp_lm_head",
-    "enable_tp_lm_head_all_to_all",
-    "enable_attn_tp_input_scattered",
-    "enable_shared_experts_attn_tp",
-    "enable_dense_mlp_attn_tp",
-    "enable_layernorm_sp",
-    "disable_attn_tp_gather",
-    "enable_p2p_check",
-    "base_gpu_id",
-    "gpu_id_step",
-    "random_seed",
-    "mlx_enable_sampling",
-    "watchdog_timeout",
-    "soft_watchdog_timeout",
-    "sleep_on_idle",
-    "custom_sigquit_handler",
-    "numa_node",
-    "gc_threshold",
-    "host",
-    "port",
-    "fastapi_root_path",
-    "smg_grpc_mode",
-    "grpc_mode",
-    "grpc_port",
-    "grpc_worker_threads",
-    "sidecar",
-    "sidecar_args",
-    "skip_server_warmup",
-    "warmups",
-    "enable_http2",
-    "http2_max_concurrent_streams",
-    "http2_initial_connection_window_size",
-    "ssl_keyfile",
-    "ssl_certfile",
-    "ssl_ca_certs",
-    "ssl_keyfile_password",
-    "enable_ssl_refresh",
-    "api_key",
-    "admin_api_key",
-    "served_model_name",
-    "weight_version",
-    "chat_template",
-    "hf_chat_template_name",
-    "completion_template",
-    "file_storage_path",
-    "enable_cache_report",
-    "return_input_ids",
-    "return_output_ids",
-    "reasoning_parser",
-    "default_chat_template_kwargs",
-    "strip_thinking_cache",
-    "enable_strict_thinking",
-    "tool_call_parser",
-    "tool_server",
-    "sampling_defaults",
-    "asr_max_buffer_seconds",
-    "asr_max_concurrent_sessions",
-    "preferred_sampling_params",
-    "allow_auto_truncate",
-    "stream_interval",
-    "batch_notify_size",
-    "stream_response_default_include_usage",
-    "incremental_streaming_output",
-    "log_level",
-    "log_level_http",
-    "log_requests",
-    "log_requests_level",
-    "log_requests_format",
-    "log_requests_target",
-    "uvicorn_access_log_exclude_prefixes",
-    "crash_dump_folder",
-    "show_time_cost",
-    "enable_metrics",
-    "smg_http_sidecar_port",
-    "enable_mfu_metrics",
-    "enable_metrics_for_all_schedulers",
-    "load_snapshot_publish_interval",
-    "tokenizer_metrics_custom_labels_header",
-    "tokenizer_metrics_allowed_custom_labels",
-    "extra_metric_labels",
-    "bucket_time_to_first_token",
-    "bucket_inter_token_latency",
-    "bucket_e2e_request_latency",
-    "prompt_tokens_buckets",
-    "generation_tokens_buckets",
-    "gc_warning_threshold_secs",
-    "decode_log_interval",
-    "enable_request_time_stats_logging",
-    "load_publish_endpoint",
-    "enable_forward_pass_metrics",
-    "forward_pass_metrics_worker_id",
-    "forward_pass_metrics_ipc_name",
-    "enable_trace",
-    "trace_modules",
-    "otlp_traces_endpoint",
-    "export_metrics_to_file",
-    "export_metrics_to_file_dir",
-    "stat_loggers",
-    "constrained_json_whitespace_pattern",
-    "constrained_json_disable_any_whitespace",
-    "sampling_backend",
-    "grammar_backend",
-    "mm_attention_backend",
-    "fp8_gemm_runner_backend",
-    "fp4_gemm_runner_backend",
-    "bf16_gemm_backend",
-    "dsa_topk_backend",
-    "disable_flashinfer_autotune",
-    "flashinfer_autotune_skip_ops",
-    "cuda_graph_max_bs_decode",
-    "cuda_graph_max_bs_prefill",
-    "cuda_graph_bs_decode",
-    "cuda_graph_bs_prefill",
-    "disable_cuda_graph_padding",
-    "enable_profile_cuda_graph",
-    "enable_cudagraph_gc",
-    "debug_cuda_graph",
-    "enable_layerwise_nvtx_marker",
-    "enable_nccl_nvls",
-    "enable_symm_mem",
-    "triton_attention_reduce_in_fp32",
-    "triton_attention_num_kv_splits",
-    "triton_attention_split_tile_size",
-    "enable_fused_qk_norm_rope",
-    "enable_precise_embedding_interpolation",
-    "enable_fused_moe_sum_all_reduce",
-    "disable_custom_all_reduce",
-    "enable_mscclpp",
-    "enable_torch_symm_mem",
-    "enable_scattered_sconv",
-    "pre_warm_nccl",
-    "enable_quant_communications",
-    "enable_flashinfer_allreduce_fusion",
-    "enforce_disable_flashinfer_allreduce_fusion",
-    "flashinfer_allreduce_fusion_backend",
-    "enable_aiter_allreduce_fusion",
-    "decoupled_spec_bind_endpoint",
-    "decoupled_spec_connect_endpoints",
-    "decoupled_spec_rank",
-    "ep_size",
-    "moe_a2a_backend",
-    "enable_w4a4_mxfp4_megamoe",
-    "deepep_v2_mode",
-    "moe_runner_backend",
-    "flashinfer_mxfp4_moe_precision",
-    "deepep_mode",
-    "fuseep_mode",
-    "deepep_dispatcher_output_dtype",
-    "ep_num_redundant_experts",
-    "ep_dispatch_algorithm",
-    "init_expert_location",
-    "enable_eplb",
-    "eplb_algorithm",
-    "eplb_rebalance_num_iterations",
-    "eplb_rebalance_layers_per_chunk",
-    "eplb_min_rebalancing_utilization_threshold",
-    "expert_distribution_recorder_mode",
-    "expert_distribution_recorder_buffer_size",
-    "expert_balancedness_report_mode",
-    "deepep_config",
-    "moe_dense_tp_size",
-    "enable_elastic_expert_backup",
-    "mooncake_ib_device",
-    "enable_waterfill",
-    "elastic_ep_scale_timeout",
-    "disable_flashinfer_cutlass_moe_fp4_allgather",
-    "disable_shared_experts_fusion",
-    "enforce_shared_experts_fusion",
-    "enable_broadcast_mm_inputs_process",
-    "mm_enable_dp_encoder",
-    "mm_process_config",
-    "mm_processor_worker_num",
-    "mm_io_worker_num",
-    "allowed_media_domains",
-    "media_url_max_file_size_mb",
-    "mm_preprocess_cache_size_mb",
-    "trust_mm_content_hashes",
-    "limit_mm_data_per_request",
-    "enable_mm_global_cache",
-    "image_processor_backend",
-    "mm_global_cache_backend",
-    "disable_fast_image_processor",
-    "mm_feature_transport",
-    "enable_lora_overlap_loading",
-    "max_lora_rank",
-    "lora_target_modules",
-    "lora_paths",
-    "max_loaded_loras",
-    "max_loras_per_batch",
-    "lora_eviction_policy",
-    "lora_backend",
-    "max_lora_chunk_size",
-    "experts_shared_outer_loras",
-    "lora_use_virtual_experts",
-    "lora_strict_loading",
-    "lora_drain_wait_threshold",
-    "cpu_offload_gb",
-    "offload_group_size",
-    "offload_num_in_group",
-    "offload_prefetch_step",
-    "offload_mode",
-    "kt_weight_path",
-    "kt_method",
-    "kt_cpuinfer",
-    "kt_threadpool_count",
-    "kt_num_gpu_experts",
-    "kt_max_deferred_experts_per_token",
-    "encoder_only",
-    "language_only",
-    "language_model_only",
-    "encoder_transfer_backend",
-    "encoder_urls",
-    "encoder_bootstrap_port",
-    "encoder_register_urls",
-    "enable_adaptive_dispatch_to_encoder",
-    "startup_weight_load_mode",
-    "custom_weight_loader",
-    "weight_loader_disable_mmap",
-    "weight_loader_prefetch_checkpoints",
-    "weight_loader_prefetch_num_threads",
-    "weight_loader_drop_cache_after_load",
-    "remote_instance_weight_loader_seed_instance_ip",
-    "remote_instance_weight_loader_seed_instance_service_port",
-    "remote_instance_weight_loader_send_weights_group_ports",
-    "remote_instance_weight_loader_backend",
-    "remote_instance_weight_loader_start_seed_via_transfer_engine",
-    "engine_info_bootstrap_port",
-    "modelexpress_config",
-    "download_dir",
-    "model_checksum",
-    "delete_ckpt_after_loading",
-    "decrypted_config_file",
-    "decrypted_draft_config_file",
-    "checkpoint_engine_wait_weights_before_ready",
-    "enable_prefill_delayer",
-    "prefill_delayer_max_delay_passes",
-    "prefill_delayer_token_usage_low_watermark",
-    "prefill_delayer_forward_passes_buckets",
-    "prefill_delayer_wait_seconds_buckets",
-    "prefill_delayer_queue_min_ratio",
-    "prefill_delayer_max_delay_ms",
-    "min_free_slots_delay",
-    "rl_on_policy_target",
-    "enable_dynamic_batch_tokenizer",
-    "dynamic_batch_tokenizer_batch_size",
-    "dynamic_batch_tokenizer_batch_timeout",
-    "enable_tokenizer_batch_encode",
-    "disable_tokenizer_batch_decode",
-    "debug_tensor_dump_output_folder",
-    "debug_tensor_dump_layers",
-    "debug_tensor_dump_input_file",
-    "enable_weights_cpu_backup",
-    "enable_draft_weights_cpu_backup",
-    "enable_custom_logit_processor",
-    "enable_return_hidden_states",
-    "return_hidden_states_mode",
-    "sampling_mask_max_tokens",
-    "disable_outlines_disk_cache",
-    "weight_cache_mode",
-    "weight_cache_socket",
-    "weight_cache_timeout",
-    "forward_hooks",
-    "msprobe_dump_config",
-    "ple_offload_embedding",
-    "ple_offload_backend",
-    "ple_offload_dir",
-    "flashinfer_a2a_dispatch_type",
-    "enable_response_store",
-]
 
-UNCONCERNED_NEWER: Final = [
-    "shared_experts_tp_size",
-    "trust_request_chat_template",
-    "constrained_json_max_whitespace_cnt",
-    "boundary_reduction",
-    "otlp_service_name",
-    "disable_aiter_allreduce_fusion_in_prefill",
-    "disable_aiter_allreduce_fusion_in_decode",
-    "enable_watermark",
-    "watermark_config",
-    "watermark_key",
-    "watermark_key_b",
-    "watermark_context_window",
-    "watermark_mixing_probability",
-    "watermark_max_probability",
-    "watermark_default_enabled",
-    "watermark_enforce_all",
-    "grpc_response_timeout_secs",
-    "enable_megamoe_for_layernorm_sp",
-    "enable_http_worker_reuseport",
-]
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
 
-UNCONCERNED_OLDER: Final = ["cuda_graph_tc_compiler", "keep_mm_feature_on_device"]
+
+UNCONCERNED: Final = _names("""
+model_path tokenizer_path tokenizer_mode tokenizer_backend tokenizer_worker_num detokenizer_worker_num
+skip_tokenizer_init load_format model_loader_extra_config trust_remote_code context_length is_embedding
+enable_multimodal revision model_impl model_config_parser json_model_override_args dtype quantization
+quantization_param_path enable_fp32_lm_head modelopt_quant modelopt_checkpoint_restore_path
+modelopt_checkpoint_save_path modelopt_export_path quantize_and_serve rl_quant_profile enable_tf32_matmul
+max_running_requests max_queued_requests prefill_decode_interval max_prefill_tokens prefill_max_requests
+disable_priority_preemption default_priority_value abort_on_priority_when_disabled
+schedule_low_priority_values_first priority_scheduling_preemption_threshold schedule_conservativeness
+scheduler_recv_interval nccl_port dist_timeout dist_init_addr gated_launch_port node_rank load_balance_method
+moe_dp_size enable_dp_lm_head enable_tp_lm_head_all_to_all enable_attn_tp_input_scattered
+enable_shared_experts_attn_tp enable_dense_mlp_attn_tp enable_layernorm_sp disable_attn_tp_gather enable_p2p_check
+base_gpu_id gpu_id_step random_seed mlx_enable_sampling watchdog_timeout soft_watchdog_timeout sleep_on_idle
+custom_sigquit_handler numa_node gc_threshold host port fastapi_root_path smg_grpc_mode grpc_mode grpc_port
+grpc_worker_threads sidecar sidecar_args skip_server_warmup warmups enable_http2 http2_max_concurrent_streams
+http2_initial_connection_window_size ssl_keyfile ssl_certfile ssl_ca_certs ssl_keyfile_password enable_ssl_refresh
+api_key admin_api_key served_model_name weight_version chat_template hf_chat_template_name completion_template
+file_storage_path enable_cache_report return_input_ids return_output_ids reasoning_parser
+default_chat_template_kwargs strip_thinking_cache enable_strict_thinking tool_call_parser tool_server
+sampling_defaults asr_max_buffer_seconds asr_max_concurrent_sessions preferred_sampling_params allow_auto_truncate
+stream_interval batch_notify_size stream_response_default_include_usage incremental_streaming_output log_level
+log_level_http log_requests log_requests_level log_requests_format log_requests_target
+uvicorn_access_log_exclude_prefixes crash_dump_folder show_time_cost enable_metrics smg_http_sidecar_port
+enable_mfu_metrics enable_metrics_for_all_schedulers load_snapshot_publish_interval
+tokenizer_metrics_custom_labels_header tokenizer_metrics_allowed_custom_labels extra_metric_labels
+bucket_time_to_first_token bucket_inter_token_latency bucket_e2e_request_latency prompt_tokens_buckets
+generation_tokens_buckets gc_warning_threshold_secs decode_log_interval enable_request_time_stats_logging
+load_publish_endpoint enable_forward_pass_metrics forward_pass_metrics_worker_id forward_pass_metrics_ipc_name
+enable_trace trace_modules otlp_traces_endpoint export_metrics_to_file export_metrics_to_file_dir stat_loggers
+constrained_json_whitespace_pattern constrained_json_disable_any_whitespace sampling_backend grammar_backend
+mm_attention_backend fp8_gemm_runner_backend fp4_gemm_runner_backend bf16_gemm_backend dsa_topk_backend
+disable_flashinfer_autotune flashinfer_autotune_skip_ops cuda_graph_max_bs_decode cuda_graph_max_bs_prefill
+cuda_graph_bs_decode cuda_graph_bs_prefill disable_cuda_graph_padding enable_profile_cuda_graph enable_cudagraph_gc
+debug_cuda_graph enable_layerwise_nvtx_marker enable_nccl_nvls enable_symm_mem triton_attention_reduce_in_fp32
+triton_attention_num_kv_splits triton_attention_split_tile_size enable_fused_qk_norm_rope
+enable_precise_embedding_interpolation enable_fused_moe_sum_all_reduce disable_custom_all_reduce enable_mscclpp
+enable_torch_symm_mem enable_scattered_sconv pre_warm_nccl enable_quant_communications
+enable_flashinfer_allreduce_fusion enforce_disable_flashinfer_allreduce_fusion flashinfer_allreduce_fusion_backend
+enable_aiter_allreduce_fusion decoupled_spec_bind_endpoint decoupled_spec_connect_endpoints decoupled_spec_rank
+ep_size moe_a2a_backend enable_w4a4_mxfp4_megamoe deepep_v2_mode moe_runner_backend flashinfer_mxfp4_moe_precision
+deepep_mode fuseep_mode deepep_dispatcher_output_dtype ep_num_redundant_experts ep_dispatch_algorithm
+init_expert_location enable_eplb eplb_algorithm eplb_rebalance_num_iterations eplb_rebalance_layers_per_chunk
+eplb_min_rebalancing_utilization_threshold expert_distribution_recorder_mode
+expert_distribution_recorder_buffer_size expert_balancedness_report_mode deepep_config moe_dense_tp_size
+enable_elastic_expert_backup mooncake_ib_device enable_waterfill elastic_ep_scale_timeout
+disable_flashinfer_cutlass_moe_fp4_allgather disable_shared_experts_fusion enforce_shared_experts_fusion
+enable_broadcast_mm_inputs_process mm_enable_dp_encoder mm_process_config mm_processor_worker_num mm_io_worker_num
+allowed_media_domains media_url_max_file_size_mb mm_preprocess_cache_size_mb trust_mm_content_hashes
+limit_mm_data_per_request enable_mm_global_cache image_processor_backend mm_global_cache_backend
+disable_fast_image_processor mm_feature_transport enable_lora_overlap_loading max_lora_rank lora_target_modules
+lora_paths max_loaded_loras max_loras_per_batch lora_eviction_policy lora_backend max_lora_chunk_size
+experts_shared_outer_loras lora_use_virtual_experts lora_strict_loading lora_drain_wait_threshold cpu_offload_gb
+offload_group_size offload_num_in_group offload_prefetch_step offload_mode kt_weight_path kt_method kt_cpuinfer
+kt_threadpool_count kt_num_gpu_experts kt_max_deferred_experts_per_token encoder_only language_only
+language_model_only encoder_transfer_backend encoder_urls encoder_bootstrap_port encoder_register_urls
+enable_adaptive_dispatch_to_encoder startup_weight_load_mode custom_weight_loader weight_loader_disable_mmap
+weight_loader_prefetch_checkpoints weight_loader_prefetch_num_threads weight_loader_drop_cache_after_load
+remote_instance_weight_loader_seed_instance_ip remote_instance_weight_loader_seed_instance_service_port
+remote_instance_weight_loader_send_weights_group_ports remote_instance_weight_loader_backend
+remote_instance_weight_loader_start_seed_via_transfer_engine engine_info_bootstrap_port modelexpress_config
+download_dir model_checksum delete_ckpt_after_loading decrypted_config_file decrypted_draft_config_file
+checkpoint_engine_wait_weights_before_ready enable_prefill_delayer prefill_delayer_max_delay_passes
+prefill_delayer_token_usage_low_watermark prefill_delayer_forward_passes_buckets
+prefill_delayer_wait_seconds_buckets prefill_delayer_queue_min_ratio prefill_delayer_max_delay_ms
+min_free_slots_delay rl_on_policy_target enable_dynamic_batch_tokenizer dynamic_batch_tokenizer_batch_size
+dynamic_batch_tokenizer_batch_timeout enable_tokenizer_batch_encode disable_tokenizer_batch_decode
+debug_tensor_dump_output_folder debug_tensor_dump_layers debug_tensor_dump_input_file enable_weights_cpu_backup
+enable_draft_weights_cpu_backup enable_custom_logit_processor enable_return_hidden_states return_hidden_states_mode
+sampling_mask_max_tokens disable_outlines_disk_cache weight_cache_mode weight_cache_socket weight_cache_timeout
+forward_hooks msprobe_dump_config ple_offload_embedding ple_offload_backend ple_offload_dir
+flashinfer_a2a_dispatch_type enable_response_store
+""")
+
+UNCONCERNED_NEWER: Final = _names("""
+shared_experts_tp_size trust_request_chat_template constrained_json_max_whitespace_cnt boundary_reduction
+otlp_service_name disable_aiter_allreduce_fusion_in_prefill disable_aiter_allreduce_fusion_in_decode
+enable_watermark watermark_config watermark_key watermark_key_b watermark_context_window
+watermark_mixing_probability watermark_max_probability watermark_default_enabled watermark_enforce_all
+grpc_response_timeout_secs enable_megamoe_for_layernorm_sp enable_http_worker_reuseport
+""")
+
+UNCONCERNED_OLDER: Final = _names("""
+cuda_graph_tc_compiler keep_mm_feature_on_device
+""")
