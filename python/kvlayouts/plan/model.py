@@ -16,7 +16,7 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from kvlayouts.replay.config import ReplayInputError
+from kvlayouts.common.errors import InputError
 from sglang.srt.mem_cache.layouts.config import PoolKind
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class ModelGeometry:
 def read_model(path: Path, *, dtype: KVCacheDtype, attention_tp_size: int) -> ModelGeometry:
     """The geometry of the model whose config.json, or the folder that holds it, is `path`.
 
-    Heads of an MHA model are dealt to `attention_tp_size` ranks. Raises `ReplayInputError`, naming the file and the
+    Heads of an MHA model are dealt to `attention_tp_size` ranks. Raises `InputError`, naming the file and the
     key, for a file that cannot be read, a key that is missing or no number, and layers that keep no row a token.
     """
     file = path / "config.json" if path.is_dir() else path
@@ -107,11 +107,11 @@ def _load(file: Path) -> Mapping[str, object]:
     try:
         fields = json.loads(file.read_bytes())
     except OSError as error:
-        raise ReplayInputError(f"--model-config {file}: cannot be read: {error.strerror or error}") from error
+        raise InputError(f"--model-config {file}: cannot be read: {error.strerror or error}") from error
     except (ValueError, RecursionError):
-        raise ReplayInputError(f"--model-config {file}: is no JSON; expected a model's config.json") from None
+        raise InputError(f"--model-config {file}: is no JSON; expected a model's config.json") from None
     if not isinstance(fields, dict):
-        raise ReplayInputError(f"--model-config {file}: is no JSON object; expected a model's config.json")
+        raise InputError(f"--model-config {file}: is no JSON object; expected a model's config.json")
     return fields
 
 
@@ -133,11 +133,11 @@ class _Fields:
     def number(self, key: str) -> int:
         """A size."""
         if not self.has(key):
-            raise ReplayInputError(f"--model-config {self._file}: {key} is missing; must be an integer of at least 1")
+            raise InputError(f"--model-config {self._file}: {key} is missing; must be an integer of at least 1")
         value = self._fields[key]
         if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MAX_FIELD:
             shown = json.dumps(value)[:40]
-            raise ReplayInputError(
+            raise InputError(
                 f"--model-config {self._file}: {key} is {shown}; must be an integer between 1 and {MAX_FIELD}"
             )
         return value
@@ -146,7 +146,7 @@ class _Fields:
         """Width of a head where the file does not say it."""
         hidden = self.number("hidden_size")
         if hidden < heads:
-            raise ReplayInputError(
+            raise InputError(
                 f"--model-config {self._file}: hidden_size is {hidden}; must be at least num_attention_heads, "
                 f"which is {heads}"
             )
@@ -156,13 +156,13 @@ class _Fields:
         """Refuse a model with layers that keep something else than a row a token."""
         kinds = self._fields.get("layer_types")
         if isinstance(kinds, list) and (others := [kind for kind in kinds if kind != FULL_ATTENTION]):
-            raise ReplayInputError(
+            raise InputError(
                 f"--model-config {self._file}: layer_types holds {json.dumps(others[0])[:40]}; "
                 f"accepted: {FULL_ATTENTION} alone, since other layers do not keep a row a token"
             )
         for key in MIXED_MODEL_KEYS:
             if self.has(key):
-                raise ReplayInputError(
+                raise InputError(
                     f"--model-config {self._file}: has {key}; accepted: models whose layers all keep a row a token "
                     "(MLA, DSA, MHA)"
                 )

@@ -7,24 +7,24 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from kvlayouts.explain.strategies import create_rank, in_own_words
+from kvlayouts.common.strategies import create_rank, in_own_words
+from kvlayouts.common.trace import check_device_tokens
 from kvlayouts.plan.chains import ChainLanes, device_pages_by_lane
 from kvlayouts.plan.prompts import read_prompts
 from kvlayouts.plan.results import LayoutPlan, Plan, SweepPoint
 from kvlayouts.plan.settings import POOL_CLASSES
 from kvlayouts.plan.simulation import CacheSimulation
-from kvlayouts.replay.trace import check_device_tokens
 from sglang.srt.mem_cache.layouts.config import LayoutEnvironment
 from sglang.srt.mem_cache.layouts.errors import LayoutConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from kvlayouts.common.progress import OnProgress
+    from kvlayouts.common.trace import Trace
     from kvlayouts.plan.prompts import Prompts
     from kvlayouts.plan.settings import PlanConfig
     from kvlayouts.plan.simulation import SimulatedHits
-    from kvlayouts.replay.progress import OnProgress
-    from kvlayouts.replay.trace import Trace
     from sglang.srt.mem_cache.layouts.registry import AnyKVLayoutStrategy
 
 TELL_EVERY: Final = 512
@@ -36,7 +36,7 @@ CHOSEN_ABOVE: Final = 16
 def make_plan(config: PlanConfig, trace: Trace, *, sweep_points: int, on_progress: OnProgress) -> Plan:
     """Plan every layout that does not refuse the model; with `sweep_points`, for so many sizes of host memory too.
 
-    Raises `ReplayInputError` for a layout that is unknown, refuses its geometry, or has no room for some prompt.
+    Raises `InputError` for a layout that is unknown, refuses its geometry, or has no room for some prompt.
     """
     started = time.perf_counter()
     strategies, refused = _strategies(config, trace)

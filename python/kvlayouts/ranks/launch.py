@@ -11,10 +11,13 @@ import warnings
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from kvlayouts.ranks.messages import Alive, Done, Failed, Logged, Message, RankOrder
+from kvlayouts.ranks.messages import Alive, Done, Failed, Logged
+from kvlayouts.ranks.outbox import Outbox
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
+
+    from kvlayouts.ranks.job import RankOrder
 
 BEAT_SECONDS = 2.0
 _OURS = ("sglang.", "kvlayouts.")
@@ -51,19 +54,6 @@ def _beat(outbox: Outbox, peer_seconds: float) -> None:
     pause = threading.Event()
     while not pause.wait(min(BEAT_SECONDS, peer_seconds / 3)):
         outbox.send(Alive())
-
-
-class Outbox:
-    """Sends messages, one at a time, from any thread of the rank."""
-
-    def __init__(self, pipe: Connection) -> None:
-        self._pipe = pipe
-        self._lock = threading.Lock()
-
-    def send(self, message: Message) -> None:
-        """Send `message`; if nobody listens any more, it is lost: the lifeline ends this process."""
-        with self._lock, suppress(BrokenPipeError):
-            self._pipe.send(message)
 
 
 def forward_log(outbox: Outbox) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from kvlayouts.replay.config import ReplayInputError
+from kvlayouts.common.errors import InputError
 from sglang.srt.mem_cache.hicache.host.memory import CPU_RESERVE_BYTES, refuse_too_large
 from sglang.srt.mem_cache.hicache.host.sizes import device_pool_bytes, host_pool_bytes
 from sglang.srt.mem_cache.layouts.errors import LayoutConfigError
@@ -19,7 +19,7 @@ LAYERS: Final = 2
 def refuse_more_than_there_is(
     asked: str, geometry: Geometry, *, ranks: int, device_pages: int, host_pages: int, page_size: int
 ) -> None:
-    """Raise `ReplayInputError` unless the machine has room for the pools of all ranks; device pools lie in it too.
+    """Raise `InputError` unless the machine has room for the pools of all ranks; device pools lie in it too.
 
     `asked` are the flags with their values; pages are those of one rank.
     """
@@ -41,4 +41,4 @@ def refuse_more_than_there_is(
             parts="device and host pools",
         )
     except LayoutConfigError as error:
-        raise ReplayInputError(str(error)) from error
+        raise InputError(str(error)) from error

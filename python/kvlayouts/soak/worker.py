@@ -17,13 +17,13 @@ from kvlayouts.replay.content import KVContent
 from kvlayouts.soak.config import SoakReport, repeat_command
 from kvlayouts.soak.geometries import GEOMETRIES
 from kvlayouts.soak.rank import SoakRank, drain
+from sglang.srt.mem_cache.hicache.check.digest import tree_digest
 from sglang.srt.mem_cache.hicache.settings import HiCacheSettings
-from sglang.srt.mem_cache.hicache.tree.digest import tree_digest
 from sglang.srt.mem_cache.layouts import LayoutConfig, PoolKind, create_layout
 
 if TYPE_CHECKING:
-    from kvlayouts.ranks.launch import Outbox
-    from kvlayouts.ranks.messages import RankOrder
+    from kvlayouts.ranks.job import RankOrder
+    from kvlayouts.ranks.outbox import Outbox
     from kvlayouts.soak.config import SoakConfig
     from sglang.srt.mem_cache.hicache.radix_cache import HiRadixCache
 

@@ -19,39 +19,28 @@ from sglang.srt.managers.cache_controller import HiCacheController as SGLangHiCa
 from sglang.srt.mem_cache.hicache_storage import PoolName
 
 from sglang.srt.mem_cache.layouts.errors import LayoutInvariantError
-from sglang.srt.mem_cache.layouts.plans import BackupPlan, CopyPlan, LoadPlan
+from sglang.srt.mem_cache.layouts.plans import CopyPlan
 from sglang.srt.mem_cache.layouts.protocol import KVLayoutStrategy, MetadataT
 
-from .copies.transfer import HostTransfer, Transfer
-from .host.free_pages import HostPages
-from .host.ledger import HostLedger
+from .host.ledger import HostShortfall
 
 if TYPE_CHECKING:
     import threading
     from collections.abc import Sequence
 
     import torch
-    from sglang.srt.mem_cache.allocator.base import BaseTokenToKVPoolAllocator
     from sglang.srt.mem_cache.cache_init_params import CacheInitParams
     from sglang.srt.mem_cache.l2_transfer import TransferCompletion
 
     from sglang.srt.mem_cache.layouts.pages import PageArray
+    from sglang.srt.mem_cache.layouts.plans import BackupPlan, LoadPlan
 
-    from .agreement import Agreement
+    from .copies.transfer import Transfer
+    from .host.free_pages import HostPages
+    from .host.ledger import HostLedger
     from .host.pools import AnyHostPool
     from .settings import HiCacheSettings
     from .slots.allocator import SlotAllocator
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HostShortfall:
-    """A backup that was not admitted. Nothing was changed, on any rank.
-
-    `missing_pages` must be freed in each lane before `plan` can be written.
-    """
-
-    plan: BackupPlan
-    missing_pages: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,24 +52,25 @@ class _QueuedLoad:
 class HiCacheController(SGLangHiCacheController, Generic[MetadataT]):
     """SGLang's controller with the layout's plans in place of "every index is copied".
 
-    The ledger's capacity is the smallest host pool of the group, agreed on here. Raises
-    `LayoutInvariantError` if host pool and ledger ever disagree.
+    `ledger` has the capacity of the smallest host pool of the group, `host_pages` the free pages of this rank's, and
+    `transfer` copies. Raises `LayoutInvariantError` if host pool and ledger ever disagree.
     """
 
     def __init__(
         self,
+        params: CacheInitParams,
         *,
         layout: KVLayoutStrategy[MetadataT],
-        params: CacheInitParams,
+        settings: HiCacheSettings,
         slots: SlotAllocator,
         host_pool: AnyHostPool,
-        agreement: Agreement,
-        settings: HiCacheSettings,
+        host_pages: HostPages,
+        ledger: HostLedger,
+        transfer: Transfer,
         load_cache_event: threading.Event,
     ) -> None:
-        allocator: BaseTokenToKVPoolAllocator = params.token_to_kv_pool_allocator
         super().__init__(
-            allocator,
+            params.token_to_kv_pool_allocator,
             host_pool,
             layout.page_size,
             params.tp_cache_group,
@@ -95,19 +85,13 @@ class HiCacheController(SGLangHiCacheController, Generic[MetadataT]):
         )
         self.layout = layout
         self.slots = slots
-        self.transfer: Transfer = HostTransfer(
-            host_pool=host_pool, device_pool=allocator.get_kvcache(), io_backend=settings.io_backend
-        )
-        self.l2_transfer_engine = self.transfer.engine
+        self.transfer = transfer
+        self.l2_transfer_engine = transfer.engine
+        self.host_pages = host_pages
+        self.ledger = ledger
+        self._surplus_pages = host_pages.free - ledger.capacity_pages
         self._queued_loads: list[_QueuedLoad] = []
-        self._forward_done = (
-            cache_controller.device_module.Event()
-        )  # one for all: a wait means the last record before it
-        self.host_pages = HostPages(host_pool)
-        local_pages = self.host_pages.free
-        capacity_pages = agreement.capacity(local_pages)
-        self._surplus_pages = local_pages - capacity_pages
-        self.ledger = HostLedger(lane_count=layout.lane_count, capacity_pages=capacity_pages)
+        self._forward_done = cache_controller.device_module.Event()  # one: a wait means the last record before it
 
     # Device to host.
 

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING
 
 from sglang.srt.runtime_context import get_device, get_memory, get_parallel, get_serving
 
 from sglang.srt.mem_cache.layouts.config import GroupKind
 from sglang.srt.mem_cache.layouts.errors import LayoutConfigError
 
+from .accepted import WRITE_POLICIES
 from .host.memory import HostBudget, ranks_on_this_machine
 from .host.sizes import check_gb, check_ratio, check_whole
 from .seam.server_flags import host_budget
 
-WritePolicy: TypeAlias = Literal["write_through", "write_through_selective", "write_back"]
+if TYPE_CHECKING:
+    from .accepted import WritePolicy
+
 LONGEST_WAIT_SECONDS = 1e9  # gloo counts nanoseconds in 64 bits
-WRITE_POLICIES: tuple[str, ...] = get_args(WritePolicy)
 
 
 MEM_LAYOUTS: dict[str, tuple[str, ...]] = {

@@ -16,14 +16,15 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from .errors import LayoutConfigError
-from .protocol import KVLayoutStrategy
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from .config import LayoutConfig
+    from .protocol import KVLayoutStrategy
 
-AnyKVLayoutStrategy: TypeAlias = KVLayoutStrategy[Any]
+# A name in a string: `known_layouts` answers before numpy and torch are loaded.
+AnyKVLayoutStrategy: TypeAlias = "KVLayoutStrategy[Any]"
 """A strategy chosen by name, whose metadata type the caller does not know."""
 
 ENTRY_POINT_GROUP = "sglang.kv_layouts"

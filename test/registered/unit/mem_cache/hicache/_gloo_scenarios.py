@@ -13,10 +13,10 @@ from _groups import chain_lanes, pages_of
 from sglang.srt.mem_cache.base_prefix_cache import InitLoadBackParams, InsertParams, MatchPrefixParams
 
 from sglang.srt.mem_cache.hicache.agreement import RankAgreement
+from sglang.srt.mem_cache.hicache.check.digest import tree_digest
 from sglang.srt.mem_cache.hicache.device.pools import bytes_of as device_bytes_of
 from sglang.srt.mem_cache.hicache.environment import agreement_groups
 from sglang.srt.mem_cache.hicache.host.pools import host_bytes_of
-from sglang.srt.mem_cache.hicache.tree.digest import tree_digest
 
 if TYPE_CHECKING:
     from array import array
@@ -217,8 +217,8 @@ def load_back(rank: Rank, tokens: array[int]) -> np.ndarray[Any, np.dtype[np.int
 
 
 def evict_all(rank: Rank) -> None:
-    """Everything leaves the device, and other bytes take its place."""
-    rank.cache._evict(lambda _, __: False)  # noqa: SLF001  # no demand is ever enough
+    """Everything leaves the device, whatever the demand, and other bytes take its place."""
+    rank.cache.parts.device_room.evict_until(lambda _, __: False)
     assert rank.cache.total_size() == 0
     rank.scribble()
 

@@ -23,7 +23,7 @@ from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool
 from sglang.srt.mem_cache.pool_host import common
 from sglang.test.ci.ci_register import register_cpu_ci
 
-from sglang.srt.mem_cache.hicache.radix_cache import HiRadixCache
+from sglang.srt.mem_cache.hicache.assemble import assemble_cache
 from sglang.srt.mem_cache.hicache.settings import ShardGroup
 from sglang.srt.mem_cache.layouts import (
     AnyKVLayoutStrategy,
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
     from sglang.srt.mem_cache.memory_pool import KVCache
 
+    from sglang.srt.mem_cache.hicache.radix_cache import HiRadixCache
     from sglang.srt.mem_cache.layouts import LayoutEnvironment
     from sglang.srt.mem_cache.layouts.pages import LaneArray
 
@@ -99,7 +100,7 @@ class TestRefusedAtConstruction(CacheTestCase):
         allocator = make_allocator(spec, layout, pool if pool is not None else make_device_pool(spec))
         lockstep = Lockstep(1)
         lockstep.gather([[spec.host_pages]])
-        return HiRadixCache(
+        return assemble_cache(
             make_params(spec, allocator),
             layout=layout,
             settings=make_settings(spec, **settings),
@@ -171,7 +172,7 @@ class TestRefusedAtConstruction(CacheTestCase):
         spec = CacheSpec()
         allocator = PagedTokenToKVPoolAllocator(32, 4, torch.bfloat16, "cpu", make_device_pool(spec), need_sort=False)
         with self.assertRaisesRegex(LayoutConfigError, "built for allocator lanes 3, but the server has .* lanes 1"):
-            HiRadixCache(
+            assemble_cache(
                 make_params(spec, allocator),
                 layout=make_layout(spec, 0),
                 settings=make_settings(spec),
@@ -184,7 +185,7 @@ class TestRefusedAtConstruction(CacheTestCase):
         layout = make_layout(CacheSpec(pool=PoolKind.DSA), 0)
         allocator = make_allocator(spec, make_layout(spec, 0), make_device_pool(spec))
         with self.assertRaisesRegex(LayoutConfigError, "built for page size 64, but the server has page size 4"):
-            HiRadixCache(
+            assemble_cache(
                 make_params(spec, allocator), layout=layout, settings=make_settings(spec), group=make_group(spec, 0)
             )
         self.assertEqual(self.host_allocations, 0)

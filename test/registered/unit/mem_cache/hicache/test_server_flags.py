@@ -21,7 +21,7 @@ from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.test_utils import CustomTestCase
 
 from sglang.srt.mem_cache.hicache.server import args as server_args
-from sglang.srt.mem_cache.hicache.server import plugin, refusals
+from sglang.srt.mem_cache.hicache.server import hooks, plugin, refusals
 from sglang.srt.mem_cache.hicache.server.choice import LayoutChoice, choice_of, choose
 from sglang.srt.mem_cache.hicache.server.help import show_flags_in_help
 from sglang.srt.mem_cache.hicache.server.refusals import RULES, Answer, Rule, Scope, ServerFacts, applying
@@ -86,14 +86,16 @@ class TestRefusals(FlagsTestCase):
         server_args.refuse_unsupported_release("--kv-layout-strategy identity")
 
     def test_a_hook_that_did_not_apply_is_refused_by_name(self) -> None:
-        plugin.refuse_missing_hooks("--kv-layout-strategy identity")
+        hooks.refuse_missing_hooks("--kv-layout-strategy identity")
         hook = plugin.HOOKS[-1]
-        stray = plugin.Hook(target=hook.target, function=lambda: None, kind=hook.kind)
-        with (
-            mock.patch.object(plugin, "HOOKS", (*plugin.HOOKS[:-1], stray)),
-            self.assertRaisesRegex(LayoutConfigError, "did not apply our hooks on .*ModelRunner.forward"),
-        ):
-            plugin.refuse_missing_hooks("--kv-layout-strategy identity")
+        stray = hooks.Hook(target=hook.target, function=lambda: None, kind=hook.kind)
+        hooks.expect_hooks((*plugin.HOOKS[:-1], stray))
+        self.addCleanup(hooks.expect_hooks, plugin.HOOKS)
+        with self.assertRaisesRegex(LayoutConfigError, "did not apply our hooks on [^,]*ModelRunner.forward;"):
+            hooks.refuse_missing_hooks("--kv-layout-strategy identity")
+        hooks.expect_hooks(())
+        with self.assertRaisesRegex(LayoutConfigError, "did not apply our hooks on any function;"):
+            hooks.refuse_missing_hooks("--kv-layout-strategy identity")
 
 
 class TestFlags(FlagsTestCase):

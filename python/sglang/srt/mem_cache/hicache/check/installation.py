@@ -77,11 +77,12 @@ def _signatures() -> CheckLine:
 def _hooks() -> CheckLine:
     from sglang.srt.plugins import load_plugins
 
-    from ..server.plugin import HOOKS, refuse_missing_hooks
+    from ..server.hooks import refuse_missing_hooks
+    from ..server.plugin import HOOKS
 
     load_plugins()
     try:
-        refuse_missing_hooks("kv_layouts plugin")
+        refuse_missing_hooks("kv_layouts plugin", HOOKS)
     except LayoutConfigError as error:
         found, _, mend = str(error).partition("; ")
         return _failed("hooks", found, mend)

@@ -20,7 +20,6 @@ from sglang.srt.mem_cache.layouts import PoolKind
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-DSA_PAGE_SIZE = 64
 DSA_INDEX_HEAD_DIM = 128
 _QUANT_BLOCK = 128  # elements that share a float32 scale, in SGLang's index keys and its packed rows
 

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 
 from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool, KVCache, MHATokenToKVPool, MLATokenToKVPool
 
+from sglang.srt.mem_cache.hicache.accepted import DSA_PAGE_SIZE
 from sglang.srt.mem_cache.layouts import LayoutConfigError, PoolKind
 
 from .geometry import (
     DEFAULT_GEOMETRIES,
     DSA_INDEX_HEAD_DIM,
-    DSA_PAGE_SIZE,
     DsaGeometry,
     Geometry,
     MhaGeometry,

@@ -21,9 +21,10 @@ from sglang.srt.mem_cache.layouts.registry import known_layouts
 
 from ..device.geometry import DsaGeometry, index_key_bytes
 from ..seam.server_flags import attention_groups
-from .choice import CONFIG_FLAG, CP_SHARED_FLAG, STRATEGY_FLAG, attach_choice, choice_of, choose
+from .choice import CONFIG_FLAG, CP_SHARED_FLAG, RADIX_BACKEND, STRATEGY_FLAG, attach_choice, choice_of, choose
 from .graphs import phases_asked_for, phases_with_graphs, turn_graphs_off
-from .refusals import RADIX_BACKEND, ModelFacts, ServerFacts, refuse_what_does_not_fit
+from .hooks import refuse_missing_hooks
+from .refusals import ModelFacts, ServerFacts, refuse_what_does_not_fit
 from .values import refuse_sizes, refuse_values
 
 if TYPE_CHECKING:
@@ -93,8 +94,6 @@ def check(original: Callable[[ServerArgs], None], server_args: ServerArgs) -> No
     refuse_sizes(resolving_view(server_args))
     original(server_args)
     refuse_unsupported_release(choice.asked)
-    from .plugin import refuse_missing_hooks
-
     refuse_missing_hooks(choice.asked)
     facts = server_facts(server_args)
     lanes = choice.create(page_size=facts.args.page_size, shard_size=facts.shard_size, shard_rank=0).lane_count

@@ -25,6 +25,7 @@ STRATEGY_FLAG: Final = "--kv-layout-strategy"
 CONFIG_FLAG: Final = "--kv-layout-config"
 CP_SHARED_FLAG: Final = "--enable-nsa-prefill-cp-shared-kv"
 CP_SHARED_LAYOUT: Final = "cp_shared"
+RADIX_BACKEND: Final = "kv_layout"
 
 ATTRIBUTE: Final = "_kv_layout"
 

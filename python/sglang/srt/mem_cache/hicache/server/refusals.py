@@ -14,12 +14,11 @@ from typing import TYPE_CHECKING, Any, Final
 from sglang.srt.mem_cache.layouts.errors import LayoutConfigError
 
 from ..seam.server_flags import FIELDS, attention_groups
-from .choice import STRATEGY_FLAG
+from .choice import RADIX_BACKEND, STRATEGY_FLAG
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-RADIX_BACKEND: Final = "kv_layout"
 VERIFIED_ATTENTION_BACKENDS: Final = frozenset({"torch_native", "triton"})
 
 
