@@ -92,7 +92,7 @@ class HiCacheSettings:
     @classmethod
     def from_server(cls) -> HiCacheSettings:
         """The values that SGLang published for this process."""
-        memory = get_memory()
+        memory, budget = get_memory(), host_budget()
         return cls(
             write_policy=memory.hicache_write_policy,
             io_backend=memory.hicache_io_backend,
@@ -103,7 +103,7 @@ class HiCacheSettings:
             model_name=get_serving().served_model_name,
             peer_seconds=peer_seconds(),
             ranks_on_machine=ranks_on_this_machine(get_parallel()),
-            host_budget=host_budget(),
+            host_budget=None if budget is None else HostBudget(fraction=budget[0], machine_bytes=budget[1]),
         )
 
 

@@ -28,6 +28,7 @@ from sglang.srt.mem_cache.hicache.server.args import shard_size
 from sglang.srt.mem_cache.hicache.server.fields import COMMON, NEWER, OLDER, Verdict
 from sglang.srt.mem_cache.hicache.server.refusals import RULES, applying
 from sglang.srt.mem_cache.hicache.server.values import refuse_values
+from sglang.srt.mem_cache.hicache.settings import HiCacheSettings
 from sglang.srt.mem_cache.hicache.tree.node import LayoutTreeNode
 from sglang.srt.mem_cache.layouts import LayoutConfigError
 
@@ -146,7 +147,9 @@ class TestHostMemoryFraction(CustomTestCase):
                 self.assertIsNone(server_flags.host_budget())
                 return
             with import_module("sglang.srt.mem_cache.pool_host.base").host_memory_budget_scope(12345):
-                self.assertEqual(server_flags.host_budget(), HostBudget(fraction=0.8, machine_bytes=12345))
+                self.assertEqual(
+                    HiCacheSettings.from_server().host_budget, HostBudget(fraction=0.8, machine_bytes=12345)
+                )
 
     def test_a_size_of_the_users_own_leaves_no_fraction(self) -> None:
         for sized in ({"hicache_ratio": 3.0}, {"hicache_ratio": None, "hicache_size": 1}):

@@ -21,10 +21,9 @@ from sglang.test.test_utils import CustomTestCase
 from sglang.srt.mem_cache.hicache.device.pools import build_device_pool
 from sglang.srt.mem_cache.hicache.runtime import standalone_runtime
 from sglang.srt.mem_cache.hicache.server import args as server_args
-from sglang.srt.mem_cache.hicache.server import serving
-from sglang.srt.mem_cache.hicache.server.choice import choice_of
+from sglang.srt.mem_cache.hicache.server import batches, startup
+from sglang.srt.mem_cache.hicache.server.choice import RADIX_BACKEND, choice_of
 from sglang.srt.mem_cache.hicache.server.plugin import HOOKS
-from sglang.srt.mem_cache.hicache.server.refusals import RADIX_BACKEND
 from sglang.srt.mem_cache.layouts import PoolKind
 
 if TYPE_CHECKING:
@@ -43,11 +42,11 @@ BATCH = SimpleNamespace(
 CALLS: dict[Callable[..., Any], tuple[tuple[Any, ...], dict[str, Any]]] = {
     server_args.read_options: ((sglang_args.ServerArgs, argparse.Namespace()), {}),
     server_args.check: ((RECORD,), {}),
-    serving.build_pool: ((ELSEWHERE,), {"sizes": object()}),
-    serving.build_allocator: ((ELSEWHERE,), {"sizes": object(), "token_to_kv_pool": object(), "other": object()}),
-    serving.extend_batch: ((BATCH,), {}),
-    serving.decode_batch: ((SimpleNamespace(**vars(BATCH), seq_lens_cpu=object()), 1), {}),
-    serving.begin_forward: ((SimpleNamespace(token_to_kv_pool=object()), BATCH), {"other": object()}),
+    startup.build_pool: ((ELSEWHERE,), {"sizes": object()}),
+    startup.build_allocator: ((ELSEWHERE,), {"sizes": object(), "token_to_kv_pool": object(), "other": object()}),
+    batches.extend_batch: ((BATCH,), {}),
+    batches.decode_batch: ((SimpleNamespace(**vars(BATCH), seq_lens_cpu=object()), 1), {}),
+    batches.begin_forward: ((SimpleNamespace(token_to_kv_pool=object()), BATCH), {"other": object()}),
 }
 # They ask for a pool, an allocator or a cache of ours in their first line, or only add options to the parser.
 AFTERWARDS = {"add_options", "report_logical_capacity", "report_host_tokens"}
@@ -74,7 +73,7 @@ class TestHooks(CustomTestCase):
     def test_what_runs_after_a_function_looks_for_a_part_of_ours(self) -> None:
         self.assertEqual({hook.function.__name__ for hook in HOOKS if hook.kind is HookType.AFTER}, AFTERWARDS)
         result: Any = SimpleNamespace(token_to_kv_pool_allocator=object())
-        self.assertIs(serving.report_logical_capacity(result, ELSEWHERE), result)
+        self.assertIs(startup.report_logical_capacity(result, ELSEWHERE), result)
 
 
 class TestTree(CustomTestCase):
@@ -99,7 +98,7 @@ class TestTree(CustomTestCase):
     def test_with_a_flag_it_is_ours(self) -> None:
         record = server_args.keyword_factory(sglang_args.ServerArgs)(model_path="none", kv_layout_strategy="identity")
         self.assertEqual(record.radix_cache_backend, RADIX_BACKEND)
-        self.assertIs(get_radix_cache_factory(RADIX_BACKEND), serving.build_cache)
+        self.assertIs(get_radix_cache_factory(RADIX_BACKEND), startup.build_cache)
 
 
 def _params() -> Any:  # noqa: ANN401  # CacheInitParams, some of whose fields differ

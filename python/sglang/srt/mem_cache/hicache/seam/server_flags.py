@@ -10,8 +10,6 @@ from typing import Any, Final
 
 from sglang.srt.runtime_context import get_memory
 
-from ..host.memory import HostBudget
-
 _server_args: Any = import_module("sglang.srt.server_args")  # records of 500 fields: not in our stubs
 _host_pools: Any = import_module("sglang.srt.mem_cache.pool_host.base")  # names that older releases lack
 FIELDS: Final[frozenset[str]] = frozenset(_server_args.ServerArgs.__struct_fields__)
@@ -38,13 +36,13 @@ def host_memory_fraction(args: Any) -> float | None:  # noqa: ANN401  # a view o
     return fraction
 
 
-def host_budget() -> HostBudget | None:
-    """What SGLang set aside for the host pools of this machine's ranks; None where the user chose their size.
+def host_budget() -> tuple[float, int] | None:
+    """The fraction, and the bytes that SGLang set aside by it for the host pools of this machine's ranks.
 
-    It was read before any rank took its share, so ranks that come later are not judged by what earlier ones left.
+    None where the user chose their size. It was measured before any rank took its share, so ranks that come later are
+    not judged by what earlier ones left.
     """
     fraction = host_memory_fraction(get_memory())
     if fraction is None:
         return None
-    own = int(_host_pools.host_memory_budget_bytes())
-    return HostBudget(fraction=fraction, machine_bytes=own * int(_host_pools.ranks_per_host()))
+    return fraction, int(_host_pools.host_memory_budget_bytes()) * int(_host_pools.ranks_per_host())
