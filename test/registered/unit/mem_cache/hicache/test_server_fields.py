@@ -12,8 +12,6 @@ from typing import Any
 from unittest import mock
 
 from _server_cases import CASES, is_known, make_facts, sglang_args
-from sglang.srt.arg_groups import choices
-from sglang.srt.layers import dp_attention
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.utils import get_eviction_strategy
 from sglang.srt.runtime_context import get_memory
@@ -73,7 +71,7 @@ class TestValues(CustomTestCase):
     def test_an_eviction_policy_of_this_release_is_refused_or_ranks_our_nodes(self) -> None:
         node: LayoutTreeNode[Any] = LayoutTreeNode(node_id=1, tick=1, key=RadixKey(array("q", range(4))))
         refused = set()
-        for policy in choices.RADIX_EVICTION_POLICY_CHOICES:
+        for policy in sorted(_choices("radix_eviction_policy")):
             facts = make_facts({"radix_eviction_policy": policy}, {})
             if any(applying(facts, sharded=False)):
                 refused.add(policy)
@@ -168,7 +166,8 @@ def _choices(name: str) -> set[str]:
 
 def _sglangs_attention_tp(args: Any) -> int:  # noqa: ANN401  # a view of ServerArgs
     """The size of an attention-TP group by SGLang's own arithmetic."""
-    divide: Any = dp_attention.compute_dp_attention_world_info  # other parameters on other releases
+    attention: Any = import_module("sglang.srt.layers.dp_attention")  # other parameters on other releases
+    divide = attention.compute_dp_attention_world_info
     if "attn_dp_size" in server_flags.FIELDS:
         return int(divide(0, args.tp_size, args.attn_dp_size, args.attn_cp_size)[1])
     return int(divide(args.enable_dp_attention, 0, args.tp_size, args.dp_size, args.attn_cp_size)[1])

@@ -34,7 +34,7 @@ register_cpu_ci(est_time=20, suite="base-a-test-cpu")
 OURS = "sglang.srt.mem_cache.hicache."
 PAGE = 16
 RECORD = sglang_args.ServerArgs(model_path="none")
-ELSEWHERE = SimpleNamespace(server_args=RECORD)
+ELSEWHERE: Any = SimpleNamespace(server_args=RECORD)
 BATCH = SimpleNamespace(
     tree_cache=SimpleNamespace(token_to_kv_pool_allocator=object()), token_to_kv_pool=object(), out_cache_loc=object()
 )
@@ -84,7 +84,8 @@ class TestTree(CustomTestCase):
 
     def test_the_tree_and_its_core_are_sglangs_own_choice(self) -> None:
         with standalone_runtime(page_size=PAGE, enable_hierarchical_cache=False):
-            self.assertIsNone(get_memory().radix_cache_backend)
+            memory: Any = get_memory()
+            self.assertIsNone(memory.radix_cache_backend)
             params = _params()
             tree = _create_tree(params)
             self.assertFalse(type(tree).__module__.startswith(OURS), type(tree))

@@ -100,7 +100,7 @@ def _refuse_sizes(
         device_tokens=device_pool.size,
         page_size=device_pool.page_size,
         kv_slot_bytes=kv_bytes,
-        asked=budget and budget.flag,
+        asked=None if budget is None else budget.flag,
     )
     refuse_too_large(
         budget.flag if budget else size_flag(ratio, size_gb),
