@@ -236,7 +236,8 @@ NEWER_WITHOUT_EFFECT: Final[dict[str, str]] = {
         "_swa_full_tokens_ratio_explicitly_set swa_prefix_tails enable_encoder_swa_bounded_replay "
         "enable_decoder_swa_bounded_replay"
     ),
-    "a model with recurrent layers (Mamba, linear attention)": "enable_cp_tp_group_sharing qsa_indexer_dtype",
+    "a model with recurrent layers (Mamba, linear attention)": "enable_cp_tp_group_sharing",
+    "a model with index keys beside KV heads (MiniMax-M3, QSA)": "qsa_indexer_dtype",
 }
 OLDER_WITHOUT_EFFECT: Final[dict[str, str]] = {
     "--speculative-algorithm": "speculative_skip_dp_mlp_sync",
