@@ -12,8 +12,9 @@ from sglang.srt.mem_cache.base_prefix_cache import InitLoadBackParams, InsertPar
 from sglang.srt.mem_cache.hicache.agreement import RankAgreement
 from sglang.srt.mem_cache.hicache.check.digest import tree_digest
 from sglang.srt.mem_cache.hicache.device.pools import bytes_of as device_bytes_of
-from sglang.srt.mem_cache.hicache.environment import agreement_groups
+from sglang.srt.mem_cache.hicache.environment import agreement_groups, refuse_lanes_that_ranks_share
 from sglang.srt.mem_cache.hicache.host.pools import host_bytes_of
+from sglang.srt.mem_cache.layouts import CpSharedLayout, LayoutConfigError
 from support.caches import Rank, chain, make_allocator, make_device_pool, make_layout, make_params, page_views
 from support.gloo.traffic import RankTraffic, TrafficReport
 from support.groups import chain_lanes, pages_of
@@ -187,6 +188,16 @@ def two_stages(world: World, *, capacities: list[int], ready: list[int]) -> tupl
     agreed = agreement.minimum([ready[world.number], 5])
     dist.barrier(group=world.group)  # the last send lives as long as the agreement
     return capacity, agreed
+
+
+def lanes_that_ranks_share(world: World, *, lanes: list[int], counts: list[int]) -> str:
+    """What each rank is told at start, where rank i stores lane ``lanes[i]`` of ``counts[i]``."""
+    layout = CpSharedLayout(page_size=4, cp_size=counts[world.number], cp_rank=lanes[world.number])
+    try:
+        refuse_lanes_that_ranks_share(layout, world.group, peer_seconds=60)
+    except LayoutConfigError as error:
+        return str(error)
+    return ""
 
 
 def serve(rank: Rank, tokens: array[int]) -> None:

@@ -17,6 +17,8 @@ import torch
 from sglang.srt.mem_cache.events import KVCacheEventRecorder
 from sglang.srt.mem_cache.utils import get_eviction_strategy
 
+from sglang.srt.mem_cache.layouts.owners import refuse_lane
+
 from .agreement import Agreement, RankAgreement
 from .controller import HiCacheController
 from .copies.transfer import HostTransfer
@@ -67,6 +69,7 @@ def assemble_cache(
     allocator = params.token_to_kv_pool_allocator
     slots = slot_allocator(allocator)
     layout.validate(observe_environment(params, slots, settings, group))
+    refuse_lane(layout.name, lane_count=layout.lane_count, lane=layout.lane, ranks=group.size)
     refuse_storage_backend(layout, settings.storage_backend)
     if agreement is None:
         agreement = RankAgreement(
@@ -83,6 +86,7 @@ def assemble_cache(
         page_size=layout.page_size,
         mem_layout=settings.mem_layout,
         ranks_on_machine=settings.ranks_on_machine,
+        budget=settings.host_budget,
     )
     controller = assemble_controller(
         params, layout=layout, settings=settings, slots=slots, host_pool=host_pool, agreement=agreement

@@ -190,6 +190,19 @@ def faulty_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("faulty_layouts")
+@pytest.mark.parametrize("arguments", ["replay --cp-size 4", "soak --ranks 4 --events 100"])
+def test_a_layout_that_keeps_each_page_on_two_ranks_is_refused_before_a_rank_starts(
+    arguments: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("kvlayouts.ranks.processes.forking_context", None)  # what starts ranks
+    assert command.main([*arguments.split(), "--layout", "two_copies"]) == 2
+    assert capsys.readouterr().err == (
+        "kvlayouts: error: --layout two_copies: ranks 0 to 3 store lanes 0, 1, 0, 1 of 2; accepted: 4 lanes, each "
+        "stored by one rank (copies on several ranks would be added up), or one lane for all\n"
+    )
+
+
+@pytest.mark.usefixtures("faulty_layouts")
 @pytest.mark.parametrize("layout", ["swaps_pages", "forgets_a_page"])
 def test_a_load_that_misplaces_or_forgets_pages_is_seen_and_exits_with_1(
     layout: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
