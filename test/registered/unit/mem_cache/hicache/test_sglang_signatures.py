@@ -61,9 +61,9 @@ BREAKS = (
     # Parameters.
     _Break(
         CONTROLLER,
-        "self, device_indices: torch.Tensor, priority",
-        "self, indices: torch.Tensor, priority",
-        "HiCacheController.write: has no parameter 'indices': (self, device_indices, priority, node_id)",
+        "def wait_until(self, threshold",
+        "def wait_until(self, layer",
+        "LayerDoneCounter.wait_until: has no parameter 'layer': (self, threshold)",
     ),
     _Break(
         CONTROLLER,
