@@ -17,7 +17,7 @@ import tempfile
 import textwrap
 import zipfile
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from relied_on import (
     ABSENT,
@@ -44,6 +44,9 @@ from sglang.srt.mem_cache.hicache.radix_cache import HiRadixCache
 from sglang.srt.mem_cache.hicache.server.allocator import ServingSlotAllocator
 from sglang.srt.mem_cache.hicache.server.plugin import HOOKS as OUR_HOOKS
 from sglang.srt.mem_cache.hicache.tree.node import LayoutTreeNode
+
+if TYPE_CHECKING:
+    from collections.abc import Set as AbstractSet
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 OURS: Final[tuple[type, ...]] = (
@@ -112,7 +115,7 @@ def overridden(source: Source) -> set[str]:
     return {f"{short}.{name}" for short, names in replaced.items() for name in names}
 
 
-def differences(record: Facts, facts: Facts, replaced: set[str]) -> dict[str, Difference]:
+def differences(record: Facts, facts: Facts, replaced: AbstractSet[str]) -> dict[str, Difference]:
     """By section, what differs; of a method that ours replace the contents do not count."""
     found = {}
     for section in (TREE, METHODS, FLAGS, TAGS, HOOKS):
@@ -159,7 +162,7 @@ def signature_differences(folder: Path, release: str) -> list[str]:
     return lines
 
 
-def nearest(facts: Facts, replaced: set[str]) -> str:
+def nearest(facts: Facts, replaced: AbstractSet[str]) -> str:
     """The recorded release that differs in the fewest names."""
 
     def distance(release: str) -> int:

@@ -119,8 +119,8 @@ class Source:
         """Full names of the bases that lie in the same module or are imported from one of SGLang's."""
         module_name = target.rpartition(".")[0]
         module = self.module(module_name)
+        imports = [node for node in ast.walk(module) if isinstance(node, ast.ImportFrom)] if module else []
         for base in (base.id for base in cls.bases if isinstance(base, ast.Name)):
-            imports = [node for node in ast.walk(module or ast.Module([])) if isinstance(node, ast.ImportFrom)]
             place = next((i.module for i in imports if base in [a.asname or a.name for a in i.names]), module_name)
             yield f"{place}.{base}"
 

@@ -69,8 +69,8 @@ class TestWhatDrifts(CustomTestCase):
         cls.before = _facts({})
 
     def _drifted(
-        self, file: str, old: str, new: str, *, replaced: set[str] = frozenset()
-    ) -> list[tuple[str, str, str]]:  # type: ignore[assignment]  # nothing by default
+        self, file: str, old: str, new: str, *, replaced: frozenset[str] = frozenset()
+    ) -> list[tuple[str, str, str]]:
         found = drift.differences(self.before, _facts({file: (old, new)}), replaced)
         return [
             (section, kind, name)
@@ -107,4 +107,4 @@ class TestWhatDrifts(CustomTestCase):
 
     def test_words_and_what_ours_replace_do_not_count(self) -> None:
         self.assertEqual(self._drifted("tree.py", "Says", "Tells"), [])
-        self.assertEqual(self._drifted("tree.py", "self.root_node", "None", replaced={"Radix.insert"}), [])
+        self.assertEqual(self._drifted("tree.py", "self.root_node", "None", replaced=frozenset({"Radix.insert"})), [])
