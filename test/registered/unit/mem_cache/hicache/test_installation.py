@@ -47,6 +47,10 @@ class TestCheck(CustomTestCase):
         with mock.patch.object(installation, "supported_releases", return_value=(other,)):
             *_, line = check_installation()
         self.assertFalse(line.passed)
+        both = mock.patch.object(installation, "supported_releases", return_value=(version("sglang"), other))
+        with both, mock.patch.object(installation, "version", return_value="0.5.0"):
+            *_, nearest = check_installation()
+        self.assertTrue(nearest.passed, nearest.found)
         self.assertRegex(
             line.found, rf"^\d+ of \d+ names in \d+ modules differ from {re.escape(other)}: .*P2PTag\.\w+: is"
         )
