@@ -45,16 +45,16 @@ from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from kvlayouts.replay.content import prefix_sums
+from sglang.srt.mem_cache.hicache.assemble import assemble_cache
+from sglang.srt.mem_cache.hicache.check.digest import tree_digest
+from sglang.srt.mem_cache.hicache.check.invariants import violations
 from sglang.srt.mem_cache.hicache.copies.cuda import driver
 from sglang.srt.mem_cache.hicache.copies.cuda.page_copier import CopyTuning, page_copier
 from sglang.srt.mem_cache.hicache.copies.cuda.page_kernel import KernelShape
 from sglang.srt.mem_cache.hicache.copies.transfer import HostTransfer
-from sglang.srt.mem_cache.hicache.radix_cache import HiRadixCache
 from sglang.srt.mem_cache.hicache.runtime import standalone_runtime
 from sglang.srt.mem_cache.hicache.settings import HiCacheSettings, ShardGroup
 from sglang.srt.mem_cache.hicache.slots.allocator import CPSharedPagedTokenToKVPoolAllocator
-from sglang.srt.mem_cache.hicache.tree.digest import tree_digest
-from sglang.srt.mem_cache.hicache.tree.invariants import violations
 from sglang.srt.mem_cache.hicache.tree.radix_tree import PagedInsertParams
 from sglang.srt.mem_cache.layouts import GroupKind, LayoutConfig, create_layout
 from sglang.srt.mem_cache.layouts.pages import pages_of_tokens
@@ -62,6 +62,7 @@ from sglang.srt.mem_cache.layouts.pages import pages_of_tokens
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.l2_transfer import L2TransferEngine
 
+    from sglang.srt.mem_cache.hicache.radix_cache import HiRadixCache
     from sglang.srt.mem_cache.layouts.pages import PageArray
 
 LAYERS = 4
@@ -143,7 +144,7 @@ class Rank:
             tp_cache_group=group,
             eviction_policy="lru",
         )
-        self.cache: HiRadixCache[Any] = HiRadixCache(
+        self.cache: HiRadixCache[Any] = assemble_cache(
             params,
             layout=self.layout,
             settings=HiCacheSettings(io_backend=case.io_backend, mem_layout=case.mem_layout, host_ratio=2.0),

@@ -40,8 +40,8 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InitLoadBackPara
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
+from sglang.srt.mem_cache.hicache.assemble import assemble_cache
 from sglang.srt.mem_cache.hicache.copies.transfer import HostTransfer
-from sglang.srt.mem_cache.hicache.radix_cache import HiRadixCache
 from sglang.srt.mem_cache.hicache.runtime import standalone_runtime
 from sglang.srt.mem_cache.hicache.settings import HiCacheSettings, ShardGroup
 from sglang.srt.mem_cache.hicache.slots.allocator import CPSharedPagedTokenToKVPoolAllocator
@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from sglang.srt.mem_cache.hicache.agreement import Agreement
+    from sglang.srt.mem_cache.hicache.radix_cache import HiRadixCache
     from sglang.srt.mem_cache.layouts.pages import PageArray
 
 Turn: TypeAlias = "Callable[[], AbstractContextManager[None]]"
@@ -113,7 +114,7 @@ class Restore:
             page_size=PAGE_SIZE,
             eviction_policy="lru",
         )
-        self.cache: HiRadixCache[Any] = HiRadixCache(
+        self.cache: HiRadixCache[Any] = assemble_cache(
             params,
             layout=self.layout,
             settings=HiCacheSettings(io_backend="kernel", mem_layout="layer_first", host_ratio=1.0),

@@ -24,9 +24,9 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams, MatchPrefixParam
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
+from sglang.srt.mem_cache.hicache.assemble import assemble_cache
 from sglang.srt.mem_cache.hicache.cpu.support import install_cpu_support
 from sglang.srt.mem_cache.hicache.device.pools import MlaGeometry, build_device_pool
-from sglang.srt.mem_cache.hicache.radix_cache import HiRadixCache
 from sglang.srt.mem_cache.hicache.runtime import standalone_runtime
 from sglang.srt.mem_cache.hicache.settings import HiCacheSettings, ShardGroup
 from sglang.srt.mem_cache.hicache.slots.allocator import CPSharedPagedTokenToKVPoolAllocator
@@ -35,6 +35,8 @@ from sglang.srt.mem_cache.layouts import GroupKind, LayoutConfig, PoolKind, crea
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from sglang.srt.mem_cache.hicache.radix_cache import HiRadixCache
 
 PAGE = 4
 CHAIN_PAGES = 6
@@ -76,7 +78,7 @@ def make_cache(layout_name: str, rank: int, ranks: int, policy: str) -> HiRadixC
         "host_ratio": HOST_PAGES / DEVICE_PAGES,
         "load_back_threshold": 1,
     }
-    return HiRadixCache(
+    return assemble_cache(
         params,
         layout=layout,
         settings=HiCacheSettings(**settings),
@@ -128,8 +130,8 @@ def left_over(cache: HiRadixCache[Any]) -> dict[str, int]:
         "host_slots": cache.token_to_kv_pool_host.size - cache.token_to_kv_pool_host.available_size(),
         "ledger_pages": sum(cache.cache_controller.ledger.used_pages),
         "protected_tokens": cache.protected_size(),
-        "in_flight": len(cache.in_flight.backups) + len(cache.in_flight.loads),
-        "candidates": len(cache.device_order) + len(cache.host_order),
+        "in_flight": len(cache.parts.in_flight.backups) + len(cache.parts.in_flight.loads),
+        "candidates": len(cache.parts.accounting.device_order) + len(cache.parts.accounting.host_order),
     }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from kvlayouts.replay.config import ReplayInputError
+from kvlayouts.common.errors import InputError
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -21,7 +21,7 @@ TRACE_REQUESTS: Final = 2_000
 class BenchConfig:
     """One run. `rounds` is how often each timing is repeated, alternating; `quick` takes smaller inputs.
 
-    Raises `ReplayInputError` for a name that is not in `BENCHES`, and fewer rounds than `MIN_ROUNDS`.
+    Raises `InputError` for a name that is not in `BENCHES`, and fewer rounds than `MIN_ROUNDS`.
     """
 
     trace: Path
@@ -32,9 +32,9 @@ class BenchConfig:
     def __post_init__(self) -> None:
         for name in self.only:
             if name not in BENCHES:
-                raise ReplayInputError(f"--only {name}: unknown; accepted: {', '.join(BENCHES)}")
+                raise InputError(f"--only {name}: unknown; accepted: {', '.join(BENCHES)}")
         if self.rounds < MIN_ROUNDS:
-            raise ReplayInputError(f"--rounds {self.rounds}: must be at least {MIN_ROUNDS}, for a median")
+            raise InputError(f"--rounds {self.rounds}: must be at least {MIN_ROUNDS}, for a median")
 
     @property
     def requests(self) -> int:

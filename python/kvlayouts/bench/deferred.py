@@ -17,7 +17,8 @@ from kvlayouts.bench.figures import Figure, compared
 from kvlayouts.bench.subjects import OurSubject, PoolSizes, leaf_tokens, subjects_runtime
 from kvlayouts.bench.timing import alternating, thread_seconds, wall_seconds
 from sglang.srt.mem_cache.hicache.agreement import RankAgreement
-from sglang.srt.mem_cache.hicache.tree.eviction import EvictionOrder
+from sglang.srt.mem_cache.hicache.tree.eviction_order import EvictionOrder
+from sglang.srt.mem_cache.hicache.waits import EVENTS, BoundedReduction
 from sglang.srt.mem_cache.layouts.errors import LayoutInvariantError
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
     from kvlayouts.bench.config import BenchConfig
     from kvlayouts.bench.figures import OnStep
-    from kvlayouts.replay.trace import Trace
+    from kvlayouts.common.trace import Trace
 
 DEPTH, LEAVES, BACKUPS = 64, 10_000, 32
 COPY_SECONDS = 0.001
@@ -163,10 +164,11 @@ def kept_tensors() -> Iterator[Forms]:
     """One reduction of both counts: with the tensor that `RankAgreement` keeps, and with a new one."""
     group = _one_rank_group()
     kept = RankAgreement([group])
+    minimum = BoundedReduction(group, op=dist.ReduceOp.MIN, meeting=EVENTS, seconds=None)
 
     def naive() -> tuple[int, ...]:
         tensor = torch.tensor(COUNTS, dtype=torch.int64)
-        dist.all_reduce(tensor, op=dist.ReduceOp.MIN, group=group)
+        minimum(tensor)
         return tuple(tensor.tolist())
 
     yield Forms(ours=lambda: kept.minimum(COUNTS), naive=naive)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from kvlayouts.bench.config import BenchConfig
     from kvlayouts.bench.figures import OnStep
-    from kvlayouts.replay.trace import Trace
+    from kvlayouts.common.trace import Trace
     from sglang.srt.mem_cache.layouts import CopyPlan
     from sglang.srt.mem_cache.layouts.pages import PageArray
     from sglang.srt.mem_cache.layouts.protocol import NodeMetadata

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from kvlayouts.bench.config import BenchConfig
     from kvlayouts.bench.figures import OnStep
-    from kvlayouts.replay.trace import Trace
+    from kvlayouts.common.trace import Trace
 
 RANKS = 8
 IDENTITY, SHARDED, HIRADIX, UNIFIED = "identity", "cp_shared", "SGLang HiRadixCache", "SGLang UnifiedRadixCache"

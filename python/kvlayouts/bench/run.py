@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from kvlayouts.bench.config import BenchConfig
     from kvlayouts.bench.figures import Figure, OnStep
-    from kvlayouts.replay.trace import Trace
+    from kvlayouts.common.trace import Trace
 
 RUNNERS: Mapping[str, Callable[[BenchConfig, Trace, OnStep], list[Figure]]] = {
     "requests": bench_requests,

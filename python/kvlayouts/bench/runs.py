@@ -13,7 +13,7 @@ import numpy as np
 
 from kvlayouts.bench.figures import Figure
 from kvlayouts.bench.subjects import OurSubject, PoolSizes, subjects_runtime
-from kvlayouts.replay.trace import default_device_tokens, read_trace
+from kvlayouts.common.trace import default_device_tokens, read_trace
 from sglang.srt.mem_cache.layouts.pages import NO_PAGES
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from kvlayouts.bench.config import BenchConfig
     from kvlayouts.bench.figures import OnStep
-    from kvlayouts.replay.trace import Trace
+    from kvlayouts.common.trace import Trace
     from sglang.srt.mem_cache.hicache.copies.transfer import Transfer
     from sglang.srt.mem_cache.layouts import CopyPlan
     from sglang.srt.mem_cache.layouts.pages import PageArray

@@ -31,11 +31,11 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache import components  # type: ignore[import-untyped]  # measured, never relied on
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache  # type: ignore[import-untyped]  # the same
 
-from kvlayouts.replay.trace import default_device_tokens
+from kvlayouts.common.trace import default_device_tokens
 from sglang.srt.mem_cache.hicache.agreement import RankAgreement
+from sglang.srt.mem_cache.hicache.assemble import assemble_cache
 from sglang.srt.mem_cache.hicache.copies.transfer import HostTransfer
 from sglang.srt.mem_cache.hicache.device.pools import MlaGeometry, build_device_pool
-from sglang.srt.mem_cache.hicache.radix_cache import HiRadixCache
 from sglang.srt.mem_cache.hicache.runtime import standalone_runtime
 from sglang.srt.mem_cache.hicache.settings import HiCacheSettings, ShardGroup
 from sglang.srt.mem_cache.hicache.slots.allocator import CPSharedPagedTokenToKVPoolAllocator
@@ -51,7 +51,8 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.memory_pool import KVCache
     from sglang.srt.server_args import ServerArgs
 
-    from kvlayouts.replay.trace import Trace
+    from kvlayouts.common.trace import Trace
+    from sglang.srt.mem_cache.hicache.radix_cache import HiRadixCache
     from sglang.srt.mem_cache.hicache.tree.node import LayoutTreeNode
     from sglang.srt.mem_cache.layouts import CopyPlan
     from sglang.srt.mem_cache.layouts.pages import PageArray
@@ -139,7 +140,7 @@ class OurSubject:
         self.allocator = CPSharedPagedTokenToKVPoolAllocator(
             layout=self.layout, physical_size=rank_tokens, dtype=pool.dtype, device="cpu", kvcache=pool
         )
-        self.cache: HiRadixCache[Any] = HiRadixCache(
+        self.cache: HiRadixCache[Any] = assemble_cache(
             _params(self.allocator, sizes.page_size),
             layout=self.layout,
             settings=HiCacheSettings(host_ratio=sizes.host_ratio),

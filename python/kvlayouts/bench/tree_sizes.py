@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from kvlayouts.bench.config import BenchConfig
     from kvlayouts.bench.figures import OnStep
-    from kvlayouts.replay.trace import Trace
+    from kvlayouts.common.trace import Trace
     from sglang.srt.mem_cache.hicache.tree.node import LayoutTreeNode
 
 PAGE_SIZE = 4

@@ -12,13 +12,13 @@ free lists that are made up here, everything else is what the strategy answers::
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kvlayouts.common.errors import RunError
+from kvlayouts.common.strategies import create_rank
 from kvlayouts.explain.free_pages import HostPages, SlotPages
-from kvlayouts.explain.strategies import create_rank
-from kvlayouts.replay.config import ReplayError
 from sglang.srt.mem_cache.layouts.errors import LayoutConfigError, LayoutInvariantError
 
 if TYPE_CHECKING:
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.layouts.pages import LaneArray, PageArray
     from sglang.srt.mem_cache.layouts.plans import CopyRun
     from sglang.srt.mem_cache.layouts.registry import AnyKVLayoutStrategy
-
-MAX_PAGES: Final = 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +120,7 @@ class NodeStory:
 
 
 def tell(config: ExplainConfig) -> NodeStory:
-    """Ask the strategy of every rank. Raises `ReplayInputError` if it refuses its settings, and `ReplayError` if its
+    """Ask the strategy of every rank. Raises `InputError` if it refuses its settings, and `RunError` if its
     answers contradict each other.
     """
     layouts = tuple(
@@ -132,7 +130,7 @@ def tell(config: ExplainConfig) -> NodeStory:
     try:
         return _tell(config, layouts)
     except (LayoutInvariantError, LayoutConfigError) as error:
-        raise ReplayError(f"--layout {config.layout}: the strategy contradicts itself: {error}") from error
+        raise RunError(f"--layout {config.layout}: the strategy contradicts itself: {error}") from error
 
 
 def _tell(config: ExplainConfig, layouts: Sequence[AnyKVLayoutStrategy]) -> NodeStory:

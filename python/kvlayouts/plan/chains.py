@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvlayouts.replay.config import ReplayInputError
+from kvlayouts.common.errors import InputError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -19,7 +19,7 @@ class ChainLanes:
     """Lanes of the chains of a trace under one strategy.
 
     `first_pages` are the contents of the chains' first pages, as bytes; chains are numbered by them. Raises
-    `ReplayInputError` for a strategy whose backups do not take exactly one host page in the lane of each page: that
+    `InputError` for a strategy whose backups do not take exactly one host page in the lane of each page: that
     is what the simulation counts with.
     """
 
@@ -59,11 +59,11 @@ def _check_plans(layout: AnyKVLayoutStrategy, lanes: LaneArray) -> None:
     metadata = layout.finish_backup(plan, np.arange(plan.owned_pages, dtype=np.int64))
     counted = tuple(np.bincount(lanes, minlength=layout.lane_count).tolist())
     if plan.demand_pages != counted or metadata.pages_per_rank != counted:
-        raise ReplayInputError(
+        raise InputError(
             f"--layout {layout.name}: backs {counted} pages of the lanes up in {plan.demand_pages} host pages; "
             "plan needs one host page in the lane of each page"
         )
     if not np.array_equal(layout.load_lanes([metadata]), lanes):
-        raise ReplayInputError(
+        raise InputError(
             f"--layout {layout.name}: loads pages into other lanes than it backed them up from; plan needs the same"
         )

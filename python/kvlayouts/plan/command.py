@@ -2,47 +2,40 @@
 
 from __future__ import annotations
 
-import json
-import sys
-from pathlib import Path
-from typing import TYPE_CHECKING, Final, get_args
+from typing import TYPE_CHECKING, get_args
 
 import click
-from rich.console import Console
 
+from kvlayouts.common import options
+from kvlayouts.common.errors import InputError
+from kvlayouts.common.outputs import Output, check_outputs, deliver, json_output
+from kvlayouts.common.strategies import load_layouts, read_options
+from kvlayouts.common.trace import DEFAULT_TRACE, default_device_tokens, read_trace
+from kvlayouts.common.values import MAX_DEVICE_TOKENS, PoolKind, check_dsa_page_size, check_host_ratio
 from kvlayouts.plan import options as own
-from kvlayouts.replay import config as options
-from kvlayouts.replay.config import ReplayError, ReplayInputError
-from kvlayouts.replay.trace import DEFAULT_TRACE, default_device_tokens, read_trace
+from kvlayouts.plan.options import PlanOptions
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from pathlib import Path
 
+    from kvlayouts.common.trace import Trace
     from kvlayouts.plan.model import ModelGeometry
     from kvlayouts.plan.results import Plan
     from kvlayouts.plan.settings import PlanConfig
-    from kvlayouts.replay.trace import Trace
-
-DEFAULT_LAYOUTS: Final = ("identity", "cp_shared")
-DEFAULT_GPUS: Final = 8
-DEFAULT_SWEEP_POINTS: Final = 9
 
 
 @click.command(context_settings={"show_default": True})
-@click.argument("trace", type=click.Path(path_type=Path), required=False)
-@click.option("--layout", "layouts", multiple=True, default=DEFAULT_LAYOUTS, help="Layout strategy; repeat for more.")
-@click.option("--layout-config", metavar="JSON|@FILE", help="Settings of the strategy, where one --layout is given.")
-@click.option(
-    "--model-config", type=click.Path(path_type=Path), help="The model's config.json, or the folder that holds it."
-)
+@options.trace_argument
+@options.layouts_option
+@options.layout_config_option("Settings of the strategy, where one --layout is given.")
+@click.option("--model-config", type=options.FILE, help="The model's config.json, or the folder that holds it.")
 @click.option(
     "--kv-bytes-per-token",
     type=click.IntRange(1, own.MAX_BYTES_PER_TOKEN),
     help="Instead of a model: bytes on one GPU.",
 )
-@click.option(
-    "--pool", type=click.Choice(get_args(options.PoolKind)), show_default="mla", help="KV pool, beside such a size."
-)
+@click.option("--pool", type=click.Choice(get_args(PoolKind)), show_default="mla", help="KV pool, beside such a size.")
 @click.option(
     "--kv-cache-dtype", type=click.Choice(get_args(own.KVCacheDtype)), default="auto", help="As SGLang's flag."
 )
@@ -55,9 +48,7 @@ DEFAULT_SWEEP_POINTS: Final = 9
     show_default="all GPUs, without context parallelism",
     help="GPUs of a context-parallel group, among which pages are shared out.",
 )
-@click.option(
-    "--page-size", type=click.IntRange(1, options.MAX_PAGE_SIZE_TOKENS), default=64, help="Tokens a page; 64 for DSA."
-)
+@click.option("--page-size", type=options.PAGE_TOKENS, default=64, help="Tokens a page; 64 for DSA.")
 @click.option("--device-gb", type=float, help="KV memory of one GPU, in 10^9 bytes.")
 @click.option(
     "--device-tokens",
@@ -69,149 +60,129 @@ DEFAULT_SWEEP_POINTS: Final = 9
 @click.option("--host-ratio", type=float, show_default="2", help="The same relative to the GPU's KV memory.")
 @click.option("--host-memory-gb", type=float, help="Memory of one machine, in 10^9 bytes, to compare with.")
 @click.option("--ranks-per-machine", type=click.IntRange(min=1), show_default="--gpus", help="Ranks of one machine.")
-@click.option("--policy", type=click.Choice(get_args(options.WritePolicy)), default="write_through")
-@click.option("--eviction-policy", type=click.Choice(get_args(options.EvictionPolicy)), default="lru")
-@click.option("--requests", type=click.IntRange(min=1), show_default="all", help="Plan for the first N requests only.")
-@click.option(
-    "--block-tokens",
-    type=click.IntRange(1, options.TRACE_BLOCK_TOKENS),
-    default=options.TRACE_BLOCK_TOKENS,
-    help="Scale the trace's 512-token blocks down to N tokens.",
-)
+@options.policy_option
+@options.eviction_policy_option
+@options.requests_option("Plan for the first N requests only.")
+@options.block_tokens_option
 @click.option(
     "--restore-tokens", type=click.IntRange(min=1), show_default="longest prompt", help="Prefix to restore from host."
 )
 @click.option("--link-gb-per-s", type=float, default=50.0, help="Host-to-device rate of one GPU, in 10^9 bytes.")
-@click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write the plan to this file.")
-@click.option("--plot", "plot_path", type=click.Path(path_type=Path), help="Write a PNG of hit share by host memory.")
+@options.file_option("--json", "Write the plan to this file.")
+@options.file_option("--plot", "Write a PNG of hit share by host memory.")
 @click.option(
     "--sweep-points",
     type=click.IntRange(2, own.MAX_SWEEP_POINTS),
     show_default="9 with --plot, else none",
     help="Sizes of host memory to simulate.",
 )
-def plan(
-    trace: Path | None,
-    layouts: tuple[str, ...],
-    layout_config: str | None,
-    model_config: Path | None,
-    kv_bytes_per_token: int | None,
-    pool: options.PoolKind | None,
-    kv_cache_dtype: own.KVCacheDtype,
-    gpus: int | None,
-    cp_size: int | None,
-    page_size: int,
-    device_gb: float | None,
-    device_tokens: int | None,
-    host_gb: float | None,
-    host_ratio: float | None,
-    host_memory_gb: float | None,
-    ranks_per_machine: int | None,
-    policy: options.WritePolicy,
-    eviction_policy: options.EvictionPolicy,
-    requests: int | None,
-    block_tokens: int,
-    restore_tokens: int | None,
-    link_gb_per_s: float,
-    json_path: Path | None,
-    plot_path: Path | None,
-    sweep_points: int | None,
-) -> int:
+@options.gathered(PlanOptions)
+def plan(given: PlanOptions) -> int:
     """How much memory to give the cache: capacity, hit share, host memory and restore time of each layout.
 
     TRACE is a file in Mooncake's JSONL format; without it, the first 1,000 requests of Mooncake's conversation trace
     are used. The cache is simulated on page counts, request by request, with the hits of `kvlayouts replay`. Give the
     model with --model-config or --kv-bytes-per-token.
     """
-    from kvlayouts.main import check_outputs
+    check_outputs({"--json": given.json_path, "--plot": given.plot_path}, given.trace or DEFAULT_TRACE)
+    _refuse_both("--device-gb", given.device_gb, "--device-tokens", given.device_tokens)
+    _refuse_both("--host-gb", given.host_gb, "--host-ratio", given.host_ratio)
+    layout_options = read_options(given.layouts, given.layout_config)
+    config, trace = _config(given, layout_options)
+    result = _run(config, trace, given.points, given.device_gb)
+    _deliver(config, trace, result, given.json_path, given.plot_path)
+    return 0
+
+
+def _config(given: PlanOptions, layout_options: Mapping[str, object]) -> tuple[PlanConfig, Trace]:
+    """What is planned, and for which requests."""
     from kvlayouts.plan import settings
 
-    trace_path = trace or DEFAULT_TRACE
-    check_outputs(trace_path, {"--json": json_path, "--plot": plot_path})
-    _refuse_both("--device-gb", device_gb, "--device-tokens", device_tokens)
-    _refuse_both("--host-gb", host_gb, "--host-ratio", host_ratio)
-    for flag, gb in (("--device-gb", device_gb), ("--host-gb", host_gb), ("--host-memory-gb", host_memory_gb)):
-        settings.check_gb(flag, gb)
-    settings.check_gb("--link-gb-per-s", link_gb_per_s)
-    gpus = gpus or cp_size or DEFAULT_GPUS
+    gpus, cp_size, page_size = given.all_gpus, given.cp_size, given.page_size
+    for flag in ("--device-gb", "--host-gb", "--host-memory-gb", "--link-gb-per-s"):
+        settings.check_gb(flag, getattr(given, flag.removeprefix("--").replace("-", "_")))
     settings.check_divides("--cp-size", cp_size or gpus, "--gpus", gpus)
-    geometry = _geometry(model_config, kv_bytes_per_token, pool, kv_cache_dtype, gpus // (cp_size or 1))
+    geometry = _geometry(
+        given.model_config,
+        given.kv_bytes_per_token,
+        given.pool,
+        given.kv_cache_dtype,
+        given.layouts[0],
+        gpus // (cp_size or 1),
+    )
     if geometry.kind.value == "dsa":
-        options.check_pool_page_size("dsa", page_size)
-    requests_trace = read_trace(trace_path, block_tokens=block_tokens, max_requests=requests)
-    if device_gb is not None:
-        pages = settings.pages_of_gb("--device-gb", device_gb, geometry.bytes_per_token, page_size)
-        device_tokens = pages * page_size
-        if device_tokens > options.MAX_DEVICE_TOKENS:
-            raise ReplayInputError(
-                f"--device-gb {device_gb:g}: is {device_tokens:,} tokens; must be at most {options.MAX_DEVICE_TOKENS:,}"
-            )
-    elif device_tokens is None:
-        device_tokens = default_device_tokens(requests_trace, page_size)
-    longest = requests_trace.longest_prompt_tokens
+        check_dsa_page_size(page_size, "--pool dsa" if given.model_config is None else "a DSA model")
+    trace = read_trace(given.trace or DEFAULT_TRACE, block_tokens=given.block_tokens, max_requests=given.requests)
+    device_tokens = _device_tokens(given, trace, geometry)
+    longest = trace.longest_prompt_tokens // page_size * page_size
     config = settings.PlanConfig(
-        layouts=layouts,
-        options=_layout_options(layouts, layout_config),
+        layouts=given.layouts,
+        options=layout_options,
         model=geometry,
         gpus=gpus,
         cp_size=cp_size or gpus,
         group_kind=settings.group_kind(gpus, cp_size),
         page_size=page_size,
         device_tokens=device_tokens,
-        host_pages=_host_pages(host_gb, host_ratio, device_tokens, page_size, geometry),
-        ranks_per_machine=ranks_per_machine or gpus,
-        machine_bytes=None if host_memory_gb is None else int(host_memory_gb * settings.GB),
-        policy=policy,
-        eviction_policy=eviction_policy,
-        restore_tokens=max(page_size, longest // page_size * page_size) if restore_tokens is None else restore_tokens,
-        link_bytes_per_second=link_gb_per_s * settings.GB,
+        host_pages=_host_pages(given.host_gb, given.host_ratio, device_tokens, page_size, geometry),
+        ranks_per_machine=given.ranks_per_machine or gpus,
+        machine_bytes=None if given.host_memory_gb is None else int(given.host_memory_gb * settings.GB),
+        policy=given.policy,
+        eviction_policy=given.eviction_policy,
+        restore_tokens=given.restore_tokens or max(page_size, longest),
+        link_bytes_per_second=given.link_gb_per_s * settings.GB,
     )
-    points = sweep_points or (DEFAULT_SWEEP_POINTS if plot_path is not None else 0)
-    result = _run(config, requests_trace, points, device_gb)
-    _show(config, requests_trace, result, json_path, plot_path)
-    return 0
+    return config, trace
+
+
+def _device_tokens(given: PlanOptions, trace: Trace, geometry: ModelGeometry) -> int:
+    """Tokens of one GPU's pool: as given, in gigabytes or in tokens, or enough for the longest prompt."""
+    from kvlayouts.plan import settings
+
+    if given.device_tokens is not None:
+        return given.device_tokens
+    if given.device_gb is None:
+        return default_device_tokens(trace, given.page_size)
+    pages = settings.pages_of_gb("--device-gb", given.device_gb, geometry.bytes_per_token, given.page_size)
+    device_tokens = pages * given.page_size
+    if device_tokens > MAX_DEVICE_TOKENS:
+        raise InputError(
+            f"--device-gb {given.device_gb:g}: is {device_tokens:,} tokens; must be at most {MAX_DEVICE_TOKENS:,}"
+        )
+    return device_tokens
 
 
 def _refuse_both(flag: str, value: float | None, other_flag: str, other: float | None) -> None:
     if value is not None and other is not None:
-        raise ReplayInputError(f"{flag} {value:g}: must not be given together with {other_flag} {other:g}")
+        raise InputError(f"{flag} {value:g}: must not be given together with {other_flag} {other:g}")
 
 
 def _geometry(
     path: Path | None,
     bytes_per_token: int | None,
-    pool: options.PoolKind | None,
+    pool: PoolKind | None,
     dtype: own.KVCacheDtype,
+    layout: str,
     attention_tp_size: int,
 ) -> ModelGeometry:
-    from kvlayouts.plan.model import ModelGeometry, read_model
-    from sglang.srt.mem_cache.layouts.config import PoolKind
+    from kvlayouts.plan.model import given_size, read_model
+    from sglang.srt.mem_cache.layouts.config import PoolKind as ServedKind
 
     if path is not None:
         if bytes_per_token is not None or pool is not None:
             flag = f"--kv-bytes-per-token {bytes_per_token}" if bytes_per_token is not None else f"--pool {pool}"
-            raise ReplayInputError(f"{flag}: must not be given together with --model-config {path}")
-        return read_model(path, dtype=dtype, attention_tp_size=attention_tp_size)
+            raise InputError(f"{flag}: must not be given together with --model-config {path}")
+        return read_model(path, layout=layout, dtype=dtype, attention_tp_size=attention_tp_size)
     if bytes_per_token is None:
-        raise ReplayInputError(
+        raise InputError(
             "--model-config: is missing; give a model's config.json, or --kv-bytes-per-token with the bytes that a "
             "token takes on one GPU"
         )
     if dtype != "auto":
-        raise ReplayInputError(
+        raise InputError(
             f"--kv-cache-dtype {dtype}: must not be given together with --kv-bytes-per-token {bytes_per_token}"
         )
-    return ModelGeometry(
-        name="given size", kind=PoolKind(pool or "mla"), layers=None, row_bytes_per_token=bytes_per_token
-    )
-
-
-def _layout_options(layouts: tuple[str, ...], layout_config: str | None) -> Mapping[str, object]:
-    from kvlayouts.explain.strategies import check_known, read_options_of_one
-
-    for name in layouts:
-        check_known(name)
-    return {} if layout_config is None else read_options_of_one(layouts, layout_config)
+    return given_size(ServedKind(pool or "mla"), bytes_per_token)
 
 
 def _host_pages(
@@ -223,10 +194,10 @@ def _host_pages(
     if host_gb is not None:
         return settings.pages_of_gb("--host-gb", host_gb, geometry.row_bytes_per_token, page_size) + 1
     ratio = 2.0 if host_ratio is None else host_ratio
-    options.check_host_ratio(ratio)
+    check_host_ratio(ratio)
     pages = int(device_tokens * ratio) // page_size
     if pages < 1:
-        raise ReplayInputError(
+        raise InputError(
             f"--host-ratio {ratio:g}: leaves no host page beside {device_tokens} device tokens; "
             f"must be at least {page_size / device_tokens:.3g}"
         )
@@ -234,45 +205,34 @@ def _host_pages(
 
 
 def _run(config: PlanConfig, trace: Trace, sweep_points: int, device_gb: float | None) -> Plan:
+    load_layouts()
+    from kvlayouts.common.progress import progress_on_stderr
     from kvlayouts.plan.planner import make_plan
-    from kvlayouts.replay.progress import show_progress
 
     try:
-        with show_progress(Console(stderr=True, force_terminal=sys.stderr.isatty())) as on_progress:
+        with progress_on_stderr() as on_progress:
             result = make_plan(config, trace, sweep_points=sweep_points, on_progress=on_progress)
-    except ReplayInputError as error:
+    except InputError as error:
         if device_gb is None:
             raise
         in_tokens, in_gb = f"--device-tokens {config.device_tokens}", f"--device-gb {device_gb:g}"
-        raise ReplayInputError(
-            str(error).replace(in_tokens, f"{in_gb}, which is {config.device_tokens} tokens")
-        ) from error
+        raise InputError(str(error).replace(in_tokens, f"{in_gb}, which is {config.device_tokens} tokens")) from error
     if not result.layouts:
-        raise ReplayInputError(next(iter(result.refused.values())))
+        raise InputError(next(iter(result.refused.values())))
     return result
 
 
-def _show(config: PlanConfig, trace: Trace, result: Plan, json_path: Path | None, plot_path: Path | None) -> None:
-    """Print the table, then write the files, also where nobody reads the table."""
+def _deliver(config: PlanConfig, trace: Trace, result: Plan, json_path: Path | None, plot_path: Path | None) -> None:
     from kvlayouts.plan.report import print_plan
-
-    try:
-        print_plan(Console(force_terminal=sys.stdout.isatty()), config, trace, result)
-    finally:
-        _write(config, trace, result, json_path, plot_path)
-
-
-def _write(config: PlanConfig, trace: Trace, result: Plan, json_path: Path | None, plot_path: Path | None) -> None:
-    """Raises `ReplayError` where a file could not be written after all."""
     from kvlayouts.plan.results import to_json
 
-    try:
-        if json_path is not None:
-            text = json.dumps(to_json(config, trace, result), indent=2, allow_nan=False)
-            json_path.write_text(text + "\n", encoding="utf-8")
-        if plot_path is not None:
-            from kvlayouts.plan.plot import write_plot
+    def plot(path: Path) -> None:
+        from kvlayouts.plan.plot import write_plot
 
-            write_plot(plot_path, config, trace, result)
-    except OSError as error:
-        raise ReplayError(f"{error.filename or 'output'}: cannot be written: {error.strerror or error}") from error
+        write_plot(path, config, trace, result)
+
+    deliver(
+        lambda console: print_plan(console, config, trace, result),
+        json_output(json_path, lambda: to_json(config, trace, result)),
+        Output(flag="--plot", path=plot_path, write=plot),
+    )

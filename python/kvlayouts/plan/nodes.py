@@ -22,7 +22,7 @@ from sglang.srt.mem_cache.evict_policy import (
 )
 
 from kvlayouts.plan.prompts import Prompt
-from sglang.srt.mem_cache.hicache.tree.eviction import EvictionOrder
+from sglang.srt.mem_cache.hicache.tree.eviction_order import EvictionOrder
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
     from matplotlib.axes import Axes
 
+    from kvlayouts.common.trace import Trace
     from kvlayouts.plan.results import LayoutPlan, Plan
     from kvlayouts.plan.settings import PlanConfig
-    from kvlayouts.replay.trace import Trace
 
 COLOURS: Final = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
 MARKERS: Final = ("o", "s", "D", "^", "v", "P")

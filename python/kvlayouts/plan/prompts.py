@@ -14,12 +14,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from kvlayouts.replay.trace import token_ids
+from kvlayouts.common.trace import token_ids
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from kvlayouts.replay.trace import Trace, TraceRequest
+    from kvlayouts.common.trace import Trace, TraceRequest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

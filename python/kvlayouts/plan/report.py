@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
+    from kvlayouts.common.trace import Trace
     from kvlayouts.plan.results import LayoutPlan, Plan
     from kvlayouts.plan.settings import PlanConfig
-    from kvlayouts.replay.trace import Trace
 
     Rows = tuple[tuple[str, "Callable[[LayoutPlan], str]"], ...]
 

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from kvlayouts.common.trace import Trace
     from kvlayouts.plan.settings import PlanConfig
     from kvlayouts.plan.simulation import SimulatedHits
-    from kvlayouts.replay.trace import Trace
 
 KNEE_SHARE: Final = 0.01
 """Twice the host memory for less than this much of the prompt tokens does not pay."""

@@ -6,14 +6,8 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from kvlayouts.replay.config import (
-    MAX_DEVICE_TOKENS,
-    EvictionPolicy,
-    ReplayInputError,
-    WritePolicy,
-    check_layout_names,
-    check_range,
-)
+from kvlayouts.common.errors import InputError
+from kvlayouts.common.values import MAX_DEVICE_TOKENS, EvictionPolicy, WritePolicy, check_layout_names, check_range
 from sglang.srt.mem_cache.layouts.config import GroupKind, PoolKind
 
 if TYPE_CHECKING:
@@ -39,7 +33,7 @@ class PlanConfig:
     """One plan. `device_tokens` are the rows of one GPU, `host_pages` the host pages of one rank, SGLang's extra page
     included; `machine_bytes` is the memory of one machine, or None if it is not known.
 
-    Construction raises `ReplayInputError` for sizes that cannot be.
+    Construction raises `InputError` for sizes that cannot be.
     """
 
     layouts: tuple[str, ...]
@@ -63,7 +57,7 @@ class PlanConfig:
         check_divides("--cp-size", self.cp_size, "--gpus", self.gpus)
         check_range("--ranks-per-machine", self.ranks_per_machine, 1, self.gpus)
         if self.device_tokens < self.page_size or self.device_tokens % self.page_size:
-            raise ReplayInputError(
+            raise InputError(
                 f"--device-tokens {self.device_tokens}: must be a positive multiple of --page-size {self.page_size}"
             )
         check_range("--device-tokens", self.device_tokens, 1, MAX_DEVICE_TOKENS)
@@ -113,24 +107,24 @@ class PlanConfig:
 
 
 def check_gb(flag: str, value: float | None, *, most: float = MAX_GB) -> None:
-    """Raise `ReplayInputError` unless `0 < value <= most`; None was not given."""
+    """Raise `InputError` unless `0 < value <= most`; None was not given."""
     if value is not None and (math.isnan(value) or not 0 < value <= most):
-        raise ReplayInputError(f"{flag} {value:g}: must be above 0 and at most {most:g}")
+        raise InputError(f"{flag} {value:g}: must be above 0 and at most {most:g}")
 
 
 def check_divides(flag: str, value: int, whole_flag: str, whole: int) -> None:
-    """Raise `ReplayInputError` unless `value` divides `whole`."""
+    """Raise `InputError` unless `value` divides `whole`."""
     if value < 1 or whole % value:
         accepted = ", ".join(str(number) for number in range(1, whole + 1) if whole % number == 0)
-        raise ReplayInputError(f"{flag} {value}: must divide {whole_flag} {whole}; accepted: {accepted}")
+        raise InputError(f"{flag} {value}: must divide {whole_flag} {whole}; accepted: {accepted}")
 
 
 def pages_of_gb(flag: str, gb: float, bytes_per_token: int, page_size: int) -> int:
-    """Whole pages in `gb` x 10^9 bytes. Raises `ReplayInputError` if there is none."""
+    """Whole pages in `gb` x 10^9 bytes. Raises `InputError` if there is none."""
     pages = int(gb * GB // bytes_per_token) // page_size
     if pages < 1:
         least = page_size * bytes_per_token / GB
-        raise ReplayInputError(f"{flag} {gb:g}: holds no page of {page_size} tokens; must be at least {least:.3g}")
+        raise InputError(f"{flag} {gb:g}: holds no page of {page_size} tokens; must be at least {least:.3g}")
     return pages
 
 

@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
+from kvlayouts.common.errors import RunError
 from kvlayouts.plan.nodes import PageNode, PageTree
-from kvlayouts.replay.config import ReplayError
 from sglang.srt.mem_cache.hicache.host.ledger import HostLedger
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from kvlayouts.common.values import WritePolicy
     from kvlayouts.plan.chains import ChainLanes
     from kvlayouts.plan.prompts import Prompt, Prompts
-    from kvlayouts.replay.config import WritePolicy
     from sglang.srt.mem_cache.layouts.pages import PageArray
 
 LOAD_BACK_THRESHOLD_TOKENS: Final = 10
@@ -90,7 +90,7 @@ class CacheSimulation:
         self._loaded = np.zeros(chains.lane_count, dtype=np.int64)
 
     def run(self, on_request: Callable[[int], None] | None = None) -> SimulatedHits:
-        """Serve every prompt. Raises `ReplayError` if one finds no room, which the caller's check of sizes excludes."""
+        """Serve every prompt. Raises `RunError` if one finds no room, which the caller's check of sizes excludes."""
         for done, prompt in enumerate(self._prompts, 1):
             for tier, tokens in enumerate(self._serve(prompt)):
                 self._totals[tier] += tokens
@@ -156,7 +156,7 @@ class CacheSimulation:
         wanted = self._chains.count(prompt.first_page, cached, pages)
         self._make_device_room(wanted)
         if bool((wanted > self._free).any()):
-            raise ReplayError(f"no room for {pages - cached} pages though nothing but this prompt is locked")
+            raise RunError(f"no room for {pages - cached} pages though nothing but this prompt is locked")
         self._free -= wanted
 
     def _insert(self, prompt: Prompt, end: int) -> int:

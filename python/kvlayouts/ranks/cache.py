@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 
+from kvlayouts.ranks.memory import LAYERS
+from sglang.srt.mem_cache.hicache.assemble import assemble_cache
 from sglang.srt.mem_cache.hicache.device.pools import build_device_pool
-from sglang.srt.mem_cache.hicache.radix_cache import HiRadixCache
 from sglang.srt.mem_cache.hicache.settings import ShardGroup
 from sglang.srt.mem_cache.hicache.slots.allocator import CPSharedPagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.layouts import GroupKind, create_layout
@@ -17,11 +18,10 @@ from sglang.srt.mem_cache.layouts import GroupKind, create_layout
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.memory_pool import KVCache
 
-    from sglang.srt.mem_cache.hicache.device.pools import Geometry
+    from sglang.srt.mem_cache.hicache.device.geometry import Geometry
+    from sglang.srt.mem_cache.hicache.radix_cache import HiRadixCache
     from sglang.srt.mem_cache.hicache.settings import HiCacheSettings
     from sglang.srt.mem_cache.layouts import AnyKVLayoutStrategy, LayoutConfig
-
-LAYERS = 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -63,5 +63,5 @@ def build_rank_cache(
         eviction_policy=eviction_policy,
     )
     group = ShardGroup(kind=GroupKind.ATTENTION_CP, size=choice.shard_size, rank=choice.shard_rank)
-    cache: HiRadixCache[Any] = HiRadixCache(params, layout=layout, settings=settings, group=group)
+    cache: HiRadixCache[Any] = assemble_cache(params, layout=layout, settings=settings, group=group)
     return RankCache(device_pool=device_pool, layout=layout, allocator=allocator, cache=cache)

@@ -11,14 +11,17 @@ import warnings
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from kvlayouts.ranks.messages import Alive, Done, Failed, Logged, Message, RankOrder
+from kvlayouts.ranks.messages import Alive, Done, Failed, Logged
+from kvlayouts.ranks.outbox import Outbox
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
+    from kvlayouts.ranks.job import RankOrder
+
 BEAT_SECONDS = 2.0
 _OURS = ("sglang.", "kvlayouts.")
-_AGREEMENT = "sglang.srt.mem_cache.hicache.agreement"
+_WAITING = ("sglang.srt.mem_cache.hicache.agreement", "sglang.srt.mem_cache.hicache.waits")
 
 
 def start_rank(order: RankOrder, pipe: Connection, lifeline: Connection) -> None:
@@ -53,19 +56,6 @@ def _beat(outbox: Outbox, peer_seconds: float) -> None:
         outbox.send(Alive())
 
 
-class Outbox:
-    """Sends messages, one at a time, from any thread of the rank."""
-
-    def __init__(self, pipe: Connection) -> None:
-        self._pipe = pipe
-        self._lock = threading.Lock()
-
-    def send(self, message: Message) -> None:
-        """Send `message`; if nobody listens any more, it is lost: the lifeline ends this process."""
-        with self._lock, suppress(BrokenPipeError):
-            self._pipe.send(message)
-
-
 def forward_log(outbox: Outbox) -> None:
     """Send log records and Python warnings of this process to its starter instead of writing to a shared stderr."""
     logging.captureWarnings(True)
@@ -97,12 +87,14 @@ def _is_no_timing_note(record: logging.LogRecord) -> bool:
 
 def describe(error: Exception) -> Failed:
     """The failure of a rank as one line. Errors raised by a collective itself are the fault of a peer."""
+    from sglang.srt.mem_cache.hicache.errors import LostPeerError  # the rank has loaded SGLang, its starter has not
+
     stack = traceback.walk_tb(error.__traceback__)
     frames = [(str(frame.f_globals.get("__name__")), frame.f_code.co_name) for frame, _ in stack]
     waiting_in = None
-    if frames and frames[-1][0].startswith("torch.distributed"):
+    if isinstance(error, LostPeerError) or (frames and frames[-1][0].startswith("torch.distributed")):
         waiting_in = next(
-            name for module, name in reversed(frames) if module.startswith(_OURS) and module != _AGREEMENT
+            name for module, name in reversed(frames) if module.startswith(_OURS) and module not in _WAITING
         )
     notes = "".join(f"{note}: " for note in getattr(error, "__notes__", ()))
     return Failed(

@@ -1,38 +1,9 @@
-"""What a process that starts ranks and a rank's process tell each other. Imports no SGLang class."""
+"""What a rank's process tells the process that started it. Imports no SGLang class."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
-
-if TYPE_CHECKING:
-    from kvlayouts.ranks.launch import Outbox
-
-
-class RankError(RuntimeError):
-    """Ranks that failed, died or stopped answering. The message is one line that names the rank."""
-
-
-class Job(Protocol):
-    """What every rank is to do; picklable."""
-
-    def run(self, order: RankOrder, outbox: Outbox) -> None:
-        """The work of rank ``order.rank``, in its own process. Sends `Progress` and one `Finished` a label."""
-        ...
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RankOrder:
-    """One rank's part of a job. `rendezvous` is the path of a file that the ranks meet at.
-
-    A rank that waits longer than `peer_seconds` for another one within a collective fails.
-    """
-
-    job: Job
-    rank: int
-    ranks: int
-    rendezvous: str
-    peer_seconds: float
+from typing import Any, TypeAlias
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -18,27 +18,20 @@ from contextlib import contextmanager
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, assert_never
 
-from kvlayouts.endings import termination_as_interrupt
+from kvlayouts.common.endings import termination_as_interrupt
+from kvlayouts.common.errors import RankError
+from kvlayouts.ranks.job import RankOrder
 from kvlayouts.ranks.launch import start_rank
-from kvlayouts.ranks.messages import (
-    Alive,
-    Failed,
-    Finished,
-    Logged,
-    Message,
-    Progress,
-    RankError,
-    RankOrder,
-)
+from kvlayouts.ranks.messages import Alive, Done, Failed, Finished, Logged, Message, Progress
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from multiprocessing.connection import Connection
     from multiprocessing.context import ForkServerContext, ForkServerProcess
 
-    from kvlayouts.ranks.messages import Job
+    from kvlayouts.ranks.job import Job
 
 _PRELOAD_FOLDER, _PRELOAD_MODULE = Path(__file__).parent / "fork_server", "kvlayouts_preload"
 PEER_SECONDS = 120.0
@@ -209,18 +202,22 @@ class _Listener:
             rank = next(rank for pipe, rank in self._listening.items() if pipe is ready)
             message = rank.receive()
             self._silent_from[rank.number] = time.monotonic()
-            if isinstance(message, Progress):
-                self._on_progress(message.label, message.done)
-            elif isinstance(message, Logged):
-                self._log(rank, message)
-            elif isinstance(message, Alive):
-                pass
-            elif isinstance(message, Finished):
-                self._finished[rank.number][message.label] = message
-            else:
-                del self._listening[rank.pipe]
-                if isinstance(message, Failed):
+            match message:
+                case Progress():
+                    self._on_progress(message.label, message.done)
+                case Logged():
+                    self._log(rank, message)
+                case Alive():
+                    pass
+                case Finished():
+                    self._finished[rank.number][message.label] = message
+                case Failed():
+                    del self._listening[rank.pipe]
                     self._failed[rank.number] = message
+                case Done():
+                    del self._listening[rank.pipe]
+                case _:
+                    assert_never(message)
 
     def _notice_silence(self) -> None:
         for rank in self._listening.values():

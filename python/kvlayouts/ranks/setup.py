@@ -17,7 +17,7 @@ from sglang.srt.mem_cache.hicache.runtime import standalone_runtime
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from kvlayouts.ranks.messages import RankOrder
+    from kvlayouts.ranks.job import RankOrder
 
 
 @contextmanager

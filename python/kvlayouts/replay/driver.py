@@ -5,18 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvlayouts.ranks.messages import RankError
 from kvlayouts.ranks.processes import PEER_SECONDS, run_job
-from kvlayouts.replay.results import LayoutResult, ReplayError, page_imbalance
+from kvlayouts.replay.results import LayoutResult, page_imbalance
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kvlayouts.ranks.launch import Outbox
-    from kvlayouts.ranks.messages import Finished, RankOrder
+    from kvlayouts.common.trace import Trace
+    from kvlayouts.ranks.job import RankOrder
+    from kvlayouts.ranks.messages import Finished
+    from kvlayouts.ranks.outbox import Outbox
+    from kvlayouts.replay.config import ReplayConfig
     from kvlayouts.replay.messages import RankReport
-    from kvlayouts.replay.results import ReplayConfig
-    from kvlayouts.replay.trace import Trace
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,18 +42,15 @@ def run_replay(
 ) -> dict[str, LayoutResult]:
     """Replay `trace` with each of `config.layouts`, and return the results by layout.
 
-    `on_progress` hears layout, requests done, requests in all. Raises `ReplayError`, naming the rank, if one fails,
+    `on_progress` hears layout, requests done, requests in all. Raises `RankError`, naming the rank, if one fails,
     dies or lets its peers wait for `peer_seconds` within a collective; no process is left then.
     """
-    try:
-        finished = run_job(
-            ReplayJob(config=config, trace=trace),
-            ranks=config.cp_size,
-            on_progress=lambda layout, done: on_progress(layout, done, len(trace.requests)),
-            peer_seconds=peer_seconds,
-        )
-    except RankError as error:
-        raise ReplayError(str(error)) from error.__cause__
+    finished = run_job(
+        ReplayJob(config=config, trace=trace),
+        ranks=config.cp_size,
+        on_progress=lambda layout, done: on_progress(layout, done, len(trace.requests)),
+        peer_seconds=peer_seconds,
+    )
     return {
         layout: _combine(trace, [finished[rank][layout] for rank in range(config.cp_size)]) for layout in config.layouts
     }
@@ -82,21 +79,21 @@ def _combine(trace: Trace, finished: list[Finished]) -> LayoutResult:
         logical_capacity_tokens=first.logical_capacity_tokens,
         device_bytes_per_rank=first.device_bytes,
         host_bytes_per_rank=first.host_bytes,
-        d2h_bytes_per_rank=tuple(report.stats.backed_up_bytes for report in reports),
-        h2d_bytes_per_rank=tuple(report.stats.loaded_bytes for report in reports),
+        d2h_bytes_per_rank=tuple(report.backed_up_bytes for report in reports),
+        h2d_bytes_per_rank=tuple(report.loaded_bytes for report in reports),
         device_pages_per_rank=tuple(report.device_pages_per_lane[report.lane] for report in reports),
         host_pages_per_rank=tuple(report.host_pages_per_lane[report.lane] for report in reports),
         device_capacity_pages=first.device_capacity_pages,
         host_capacity_pages=first.host_capacity_pages,
         page_imbalance=page_imbalance(first.device_pages_per_lane, first.host_pages_per_lane),
-        write_acks_per_rank=tuple(report.stats.backups for report in reports),
-        load_acks_per_rank=tuple(report.stats.loads for report in reports),
+        write_acks_per_rank=tuple(report.backups for report in reports),
+        load_acks_per_rank=tuple(report.loads for report in reports),
         digests_equal=len(logical) == 1 and all(report.digests_equal for report in reports),
         verified_tokens=sum(report.verified_tokens for report in reports),
         mismatched_tokens=sum(report.mismatched_tokens for report in reports),
         seconds=max(message.seconds for message in finished),
-        evicted_device_tokens=first.stats.evicted_device_tokens,
-        evicted_host_tokens=first.stats.evicted_host_tokens,
-        refused_backups=first.stats.refused_backups,
+        evicted_device_tokens=first.evicted_device_tokens,
+        evicted_host_tokens=first.evicted_host_tokens,
+        refused_backups=first.refused_backups,
         hit_series=first.hit_series,
     )

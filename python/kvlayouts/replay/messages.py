@@ -1,4 +1,4 @@
-"""What a rank reports of a replay. Imports no SGLang class, so that the starting process stays light."""
+"""What a rank reports of a replay: plain values, since reading a class of SGLang's package would load SGLang."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from kvlayouts.replay.results import HitPoint
-    from sglang.srt.mem_cache.hicache.tree.stats import CacheStats
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -15,6 +14,7 @@ class RankReport:
     """What one rank found with one layout. Token counts and pages in use are equal on all ranks if they agree.
 
     `lane` is the one whose pages this rank stores; `_capacity_pages` are those of one lane.
+    Backups, loads and evictions are those of `CacheStats`.
     """
 
     requests: int
@@ -29,7 +29,13 @@ class RankReport:
     host_pages_per_lane: tuple[int, ...]
     device_capacity_pages: int
     host_capacity_pages: int
-    stats: CacheStats
+    backups: int
+    backed_up_bytes: int
+    refused_backups: int
+    loads: int
+    loaded_bytes: int
+    evicted_device_tokens: int
+    evicted_host_tokens: int
     digests_equal: bool
     verified_tokens: int
     mismatched_tokens: int

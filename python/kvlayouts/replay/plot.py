@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 
     from matplotlib.axes import Axes
 
-    from kvlayouts.replay.results import HitPoint, LayoutResult, ReplayConfig
-    from kvlayouts.replay.trace import Trace
+    from kvlayouts.common.trace import Trace
+    from kvlayouts.replay.config import ReplayConfig
+    from kvlayouts.replay.results import HitPoint, LayoutResult
 
 DEVICE_COLOUR: Final = "#0072B2"
 HOST_COLOUR: Final = "#E69F00"

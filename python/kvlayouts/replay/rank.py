@@ -18,16 +18,17 @@ import torch.distributed as dist
 from sglang.srt.mem_cache.base_prefix_cache import InitLoadBackParams, InsertParams, MatchPrefixParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
-from kvlayouts.ranks.cache import LAYERS, build_rank_cache
+from kvlayouts.common.trace import token_ids
+from kvlayouts.ranks.cache import build_rank_cache
+from kvlayouts.ranks.memory import LAYERS
 from kvlayouts.replay.content import KVContent, Words, prefix_sums
+from kvlayouts.replay.geometries import GEOMETRIES
 from kvlayouts.replay.messages import RankReport
 from kvlayouts.replay.results import HitPoint, HitSeriesRecorder
-from kvlayouts.replay.trace import token_ids
-from sglang.srt.mem_cache.hicache.device.pools import DsaGeometry, Geometry, MhaGeometry, MlaGeometry
+from sglang.srt.mem_cache.hicache.check.digest import tree_digest
 from sglang.srt.mem_cache.hicache.device.pools import bytes_of as device_bytes_of
 from sglang.srt.mem_cache.hicache.host.pools import host_bytes_of
 from sglang.srt.mem_cache.hicache.settings import HiCacheSettings
-from sglang.srt.mem_cache.hicache.tree.digest import tree_digest
 from sglang.srt.mem_cache.layouts import LayoutConfig, PoolKind
 from sglang.srt.mem_cache.layouts.errors import LayoutInvariantError
 from sglang.srt.mem_cache.layouts.pages import PageArray, pages_of_tokens
@@ -35,16 +36,11 @@ from sglang.srt.mem_cache.layouts.pages import PageArray, pages_of_tokens
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kvlayouts.replay.results import ReplayConfig
-    from kvlayouts.replay.trace import Trace, TraceRequest
+    from kvlayouts.common.trace import Trace, TraceRequest
+    from kvlayouts.replay.config import ReplayConfig
 
 CHECKPOINTS = 16
 SAMPLED_ONE_IN = 16
-GEOMETRIES: dict[PoolKind, Geometry] = {
-    PoolKind.MLA: MlaGeometry(kv_lora_rank=512, qk_rope_head_dim=64),
-    PoolKind.DSA: DsaGeometry(),
-    PoolKind.MHA: MhaGeometry(heads=1, head_dim=128),
-}
 
 
 class RankReplay:
@@ -63,7 +59,10 @@ class RankReplay:
             geometry=GEOMETRIES[PoolKind(config.pool)],
             rank_tokens=config.device_tokens,
             settings=HiCacheSettings(
-                write_policy=config.policy, mem_layout=config.host_layout, host_ratio=config.host_ratio
+                write_policy=config.policy,
+                mem_layout=config.host_layout,
+                host_ratio=config.host_ratio,
+                ranks_on_machine=config.cp_size,
             ),
             eviction_policy=config.eviction_policy,
         )
@@ -191,6 +190,7 @@ class RankReplay:
 
     def _report(self, digests_equal: bool, series: tuple[HitPoint, ...]) -> RankReport:
         last = series[-1]
+        stats = self.cache.stats
         return RankReport(
             requests=last.request_index,
             device_hit_tokens=sum(point.device_hit_tokens for point in series),
@@ -204,7 +204,13 @@ class RankReplay:
             host_pages_per_lane=last.host_pages_per_lane,
             device_capacity_pages=self._lane_pages,
             host_capacity_pages=self.cache.cache_controller.ledger.capacity_pages,
-            stats=self.cache.stats,
+            backups=stats.backups,
+            backed_up_bytes=stats.backed_up_bytes,
+            refused_backups=stats.refused_backups,
+            loads=stats.loads,
+            loaded_bytes=stats.loaded_bytes,
+            evicted_device_tokens=stats.evicted_device_tokens,
+            evicted_host_tokens=stats.evicted_host_tokens,
             digests_equal=digests_equal,
             verified_tokens=self._verified,
             mismatched_tokens=self._mismatched,

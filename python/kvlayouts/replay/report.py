@@ -15,8 +15,9 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from kvlayouts.replay.results import LayoutResult, ReplayConfig
-    from kvlayouts.replay.trace import Trace
+    from kvlayouts.common.trace import Trace
+    from kvlayouts.replay.config import ReplayConfig
+    from kvlayouts.replay.results import LayoutResult
 
 
 def print_report(console: Console, config: ReplayConfig, trace: Trace, results: Mapping[str, LayoutResult]) -> None:

@@ -12,24 +12,13 @@ from collections import Counter
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Final
 
-from kvlayouts.replay.config import ReplayConfig, ReplayError, ReplayInputError
+from kvlayouts.common.errors import RunError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from kvlayouts.replay.trace import Trace
-
-__all__ = [
-    "HitPoint",
-    "HitSeriesRecorder",
-    "LayoutResult",
-    "ReplayConfig",
-    "ReplayError",
-    "ReplayInputError",
-    "page_imbalance",
-    "rerun_command",
-    "to_json",
-]
+    from kvlayouts.common.trace import Trace
+    from kvlayouts.replay.config import ReplayConfig
 
 OPTION_FLAGS: Final = {"host_layout": "--host-mem-layout"}
 """Fields of `ReplayConfig` whose flag has another name."""
@@ -123,7 +112,7 @@ class LayoutResult:
     on all ranks. Tokens are logical, bytes physical. Pages are those that a rank's pools have in use at the end;
     `_capacity_pages` is what the pools of one rank hold.
 
-    Construction raises `ReplayError` where the parts do not add up to the prompts, or the tuples differ in length.
+    Construction raises `RunError` where the parts do not add up to the prompts, or the tuples differ in length.
     """
 
     requests: int
@@ -155,7 +144,7 @@ class LayoutResult:
     def __post_init__(self) -> None:
         parts = self.device_hit_tokens + self.host_hit_tokens + self.computed_tokens
         if parts != self.prompt_tokens:
-            raise ReplayError(
+            raise RunError(
                 f"device hits, host hits and computed tokens add up to {parts}, but the prompts have "
                 f"{self.prompt_tokens} tokens"
             )
@@ -168,7 +157,7 @@ class LayoutResult:
             len(self.load_acks_per_rank),
         }
         if len(ranks) != 1 or ranks == {0}:
-            raise ReplayError(f"the ranks reported differing numbers of entries: {sorted(ranks)}")
+            raise RunError(f"the ranks reported differing numbers of entries: {sorted(ranks)}")
         self._check_series()
 
     def _check_series(self) -> None:
@@ -177,7 +166,7 @@ class LayoutResult:
         for name in WINDOW_COUNTS:
             counted, total = sum(getattr(point, name) for point in self.hit_series), getattr(self, name)
             if counted != total:
-                raise ReplayError(f"{name} of the hit series add up to {counted}, the run has {total}")
+                raise RunError(f"{name} of the hit series add up to {counted}, the run has {total}")
 
     @property
     def windows(self) -> tuple[HitPoint, ...]:

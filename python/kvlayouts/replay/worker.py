@@ -13,10 +13,10 @@ from kvlayouts.ranks.setup import joined_group
 from kvlayouts.replay.rank import RankReplay
 
 if TYPE_CHECKING:
-    from kvlayouts.ranks.launch import Outbox
-    from kvlayouts.ranks.messages import RankOrder
-    from kvlayouts.replay.results import ReplayConfig
-    from kvlayouts.replay.trace import Trace
+    from kvlayouts.common.trace import Trace
+    from kvlayouts.ranks.job import RankOrder
+    from kvlayouts.ranks.outbox import Outbox
+    from kvlayouts.replay.config import ReplayConfig
 
 PROGRESS_INTERVAL_SECONDS = 0.2
 

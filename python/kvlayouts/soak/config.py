@@ -7,14 +7,16 @@ import shlex
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from kvlayouts.replay.config import (
+from kvlayouts.common.errors import InputError
+from kvlayouts.common.values import (
     MAX_CP_SIZE,
+    MAX_PAGE_SIZE_TOKENS,
     MAX_SEED,
     EvictionPolicy,
     HostLayout,
     PoolKind,
-    ReplayInputError,
     WritePolicy,
+    check_host_ratio,
     check_pool_page_size,
     check_range,
 )
@@ -40,7 +42,7 @@ MIN_CHECK_EVENTS: Final = 1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SoakConfig:
-    """The options of one soak; picklable. Construction raises `ReplayInputError` for values that cannot run.
+    """The options of one soak; picklable. Construction raises `InputError` for values that cannot run.
 
     Ends after `events` events (primitive calls on the cache, the same on every rank) if given, else after
     `minutes`. `check_every` events all invariants are recounted and the ranks compared.
@@ -67,15 +69,25 @@ class SoakConfig:
         if self.events is not None:
             check_range("--events", self.events, 1, MAX_EVENTS)
         elif not 0 < self.minutes <= 7 * 24 * 60:
-            raise ReplayInputError(f"--minutes {self.minutes:g}: must be above 0 and at most {7 * 24 * 60}")
+            raise InputError(f"--minutes {self.minutes:g}: must be above 0 and at most {7 * 24 * 60}")
         check_range("--seed", self.seed, 0, MAX_SEED)
         check_range("--check-every", self.check_every, MIN_CHECK_EVENTS, MAX_EVENTS)
+        check_range("--page-size", self.page_size, 1, MAX_PAGE_SIZE_TOKENS)
         check_pool_page_size(self.pool, self.page_size)
+        check_host_ratio(self.host_ratio)
         for fault in self.faults:
             if fault not in FAULTS:
-                raise ReplayInputError(f"--faults {fault}: must be none, or among {','.join(FAULTS)}")
+                raise InputError(f"--faults {fault}: must be none, or among {','.join(FAULTS)}")
             if self.faults.count(fault) > 1:
-                raise ReplayInputError(f"--faults {fault}: given twice; each kind is named once")
+                raise InputError(f"--faults {fault}: given twice; each kind is named once")
+
+    def device_pages(self, lane_count: int) -> int:
+        """Device pages of one rank, of a layout that shares pages out over `lane_count` lanes."""
+        return max(1, self.logical_pages // lane_count)
+
+    def host_pages(self, lane_count: int) -> int:
+        """Host pages of one rank, rounded down."""
+        return int(self.device_pages(lane_count) * self.page_size * self.host_ratio) // self.page_size
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,8 +12,8 @@ from kvlayouts.soak.config import SoakResult
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kvlayouts.ranks.launch import Outbox
-    from kvlayouts.ranks.messages import RankOrder
+    from kvlayouts.ranks.job import RankOrder
+    from kvlayouts.ranks.outbox import Outbox
     from kvlayouts.soak.config import SoakConfig, SoakReport
 
 PEER_SECONDS = 60.0

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
-from kvlayouts.soak.deferred import DeferredTransfer
+from kvlayouts.soak.late_copies import LateTransfer
 from kvlayouts.soak.pressure import Pressure
 from kvlayouts.soak.prompts import Prompts
 from kvlayouts.soak.requests import Requests
-from sglang.srt.mem_cache.hicache.tree.invariants import violations
+from sglang.srt.mem_cache.hicache.check.invariants import violations
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -43,7 +43,7 @@ class SoakRank:
         self._plan = random.Random(config.seed)
         self._own = random.Random(f"{config.seed}/{rank}")
         self.cache = cache
-        self.transfer = DeferredTransfer(cache.cache_controller.transfer, self._delay)
+        self.transfer = LateTransfer(cache.cache_controller.transfer, self._delay)
         cache.cache_controller.transfer = self.transfer
         self.prompts = Prompts(self._plan, config.page_size)
         self.requests = Requests(cache, content, self.transfer, seed=config.seed)
@@ -155,7 +155,7 @@ class SoakRank:
         return self.requests.start(tokens, quota=None, first_chunk_pages=None, priority=0, start_load=True)
 
     def _evict_in_flight(self) -> str:
-        if not self.cache.in_flight.backups and not self.cache.in_flight.loads:
+        if not self.cache.parts.in_flight.backups and not self.cache.parts.in_flight.loads:
             return "nothing is in flight"
         self.faults["evict-in-flight"] += 1
         return self._evict_tokens(self.cache.token_to_kv_pool_allocator.size)
@@ -186,7 +186,7 @@ def drain(soak: SoakRank) -> list[str]:
         soak.requests.abort(soak.requests.running[0])
     cache.ready_to_load_host_cache()
     for _ in range(MAX_DELAY_POLLS * 50):
-        if not cache.in_flight.backups and not cache.in_flight.loads:
+        if not cache.parts.in_flight.backups and not cache.parts.in_flight.loads:
             break
         cache.check_hicache_events()
     size = cache.token_to_kv_pool_allocator.size
@@ -197,7 +197,7 @@ def drain(soak: SoakRank) -> list[str]:
         "nodes": sum(1 for _ in cache.nodes()),
         "slots in use": size - cache.token_to_kv_pool_allocator.available_size(),
         "host pages in use": int(np.sum(cache.cache_controller.ledger.used_pages)),
-        "backups in flight": len(cache.in_flight.backups),
-        "loads in flight": len(cache.in_flight.loads),
+        "backups in flight": len(cache.parts.in_flight.backups),
+        "loads in flight": len(cache.parts.in_flight.loads),
     }
     return found + [f"after everything was evicted: {count} {what} left" for what, count in left.items() if count]

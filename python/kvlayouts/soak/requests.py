@@ -23,7 +23,7 @@ from sglang.srt.mem_cache.layouts.pages import PageArray, pages_of_tokens
 if TYPE_CHECKING:
     import random
 
-    from kvlayouts.soak.deferred import DeferredTransfer
+    from kvlayouts.soak.late_copies import LateTransfer
     from sglang.srt.mem_cache.hicache.radix_cache import HiRadixCache
     from sglang.srt.mem_cache.hicache.tree.node import LayoutTreeNode
 
@@ -43,7 +43,7 @@ class Running:
 class Requests:
     """The running requests of one rank, equal on all ranks. `calls` counts primitive calls on the cache."""
 
-    def __init__(self, cache: HiRadixCache[Any], content: KVContent, transfer: DeferredTransfer, *, seed: int) -> None:
+    def __init__(self, cache: HiRadixCache[Any], content: KVContent, transfer: LateTransfer, *, seed: int) -> None:
         self._cache = cache
         self._content = content
         self._transfer = transfer
@@ -115,7 +115,7 @@ class Requests:
 
     def node_in_flight(self, plan: random.Random) -> LayoutTreeNode[Any] | None:
         """A node whose backup or load is under way."""
-        flight = self._cache.in_flight
+        flight = self._cache.parts.in_flight
         nodes = [backup.node for backup in flight.backups.values()] + [load.last for load in flight.loads.values()]
         return plan.choice(nodes) if nodes else None
 
@@ -132,7 +132,7 @@ class Requests:
 
     def wrong_bytes(self) -> list[str]:
         """Check every node on the device that is not being loaded, and report all that was found wrong so far."""
-        loading = {node for load in self._cache.in_flight.loads.values() for node in load.nodes()}
+        loading = {node for load in self._cache.parts.in_flight.loads.values() for node in load.nodes()}
         for node in self._cache.nodes():
             if node.value is not None and node not in loading:
                 tokens = self.prompt_of(node)

@@ -15,26 +15,20 @@ from kvlayouts.ranks.messages import Finished, Progress
 from kvlayouts.ranks.setup import joined_group
 from kvlayouts.replay.content import KVContent
 from kvlayouts.soak.config import SoakReport, repeat_command
+from kvlayouts.soak.geometries import GEOMETRIES
 from kvlayouts.soak.rank import SoakRank, drain
-from sglang.srt.mem_cache.hicache.device.pools import DsaGeometry, Geometry, MhaGeometry, MlaGeometry
+from sglang.srt.mem_cache.hicache.check.digest import tree_digest
 from sglang.srt.mem_cache.hicache.settings import HiCacheSettings
-from sglang.srt.mem_cache.hicache.tree.digest import tree_digest
 from sglang.srt.mem_cache.layouts import LayoutConfig, PoolKind, create_layout
 
 if TYPE_CHECKING:
-    from kvlayouts.ranks.launch import Outbox
-    from kvlayouts.ranks.messages import RankOrder
+    from kvlayouts.ranks.job import RankOrder
+    from kvlayouts.ranks.outbox import Outbox
     from kvlayouts.soak.config import SoakConfig
     from sglang.srt.mem_cache.hicache.radix_cache import HiRadixCache
 
 WARM_UP_CHECKS = 5
 """Checks after which memory counts as warm: the start of `rss_growth`."""
-
-GEOMETRIES: dict[PoolKind, Geometry] = {
-    PoolKind.MLA: MlaGeometry(kv_lora_rank=16, qk_rope_head_dim=16),
-    PoolKind.DSA: DsaGeometry(),
-    PoolKind.MHA: MhaGeometry(heads=1, head_dim=16),
-}
 
 
 def soak(config: SoakConfig, order: RankOrder, outbox: Outbox) -> None:
@@ -127,13 +121,16 @@ def _build(config: SoakConfig, rank: int) -> tuple[HiRadixCache[Any], KVContent]
         shard_rank=rank,
         options=config.layout_options,
     )
-    rank_pages = max(1, config.logical_pages // create_layout(choice).lane_count)
+    rank_pages = config.device_pages(create_layout(choice).lane_count)
     built = build_rank_cache(
         choice,
         geometry=GEOMETRIES[PoolKind(config.pool)],
         rank_tokens=rank_pages * config.page_size,
         settings=HiCacheSettings(
-            write_policy=config.policy, mem_layout=config.host_layout, host_ratio=config.host_ratio
+            write_policy=config.policy,
+            mem_layout=config.host_layout,
+            host_ratio=config.host_ratio,
+            ranks_on_machine=config.ranks,
         ),
         eviction_policy=config.eviction_policy,
     )

@@ -1,25 +1,22 @@
 """README and docs/ name nothing that is not there: links, files, options, and no place outside the repository.
 
-Reads text only. It does not load SGLang, not even to register with its CI, so that it answers at once.
+Reads text, and asks the commands for their options. It does not load SGLang, not even to register with its CI, so that
+it answers at once.
 """
 
 from __future__ import annotations
 
-import ast
 import re
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+from kvlayouts.main import cli
 
 ROOT = Path(__file__).parents[3]
 PACKAGES = ROOT / "python/sglang/srt/mem_cache"  # `layouts/...` and `hicache/...` are short for files below it
 EXAMPLE = ROOT / "examples/keyed-layout"  # the package that docs/tutorial.md builds
-COMMANDS = [ROOT / "python/kvlayouts/main.py", *sorted((ROOT / "python/kvlayouts").glob("*/command.py"))]
 FOLDERS = ("docs/**", "changes", "benchmark/results")
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(page for folder in FOLDERS for page in ROOT.glob(f"{folder}/*.md"))])
 PAGES = [pytest.param(path, id=path.relative_to(ROOT).as_posix()) for path in DOCUMENTS]
@@ -82,25 +79,13 @@ def test_no_page_names_a_host_or_a_path_of_one_machine(page: Path) -> None:
     assert "://" not in text, "a URL"
 
 
-def _command_options() -> dict[str, set[str]]:
-    """The options of each subcommand, from the decorators of its function."""
-    found: dict[str, set[str]] = {}
-    for function in (node for path in COMMANDS for node in ast.parse(path.read_text(encoding="utf-8")).body):
-        if isinstance(function, ast.FunctionDef):
-            names = {argument.value for argument in _option_arguments(function) if isinstance(argument.value, str)}
-            found[function.name] = {name for name in names if name.startswith("--")}
-    return found
-
-
-def _option_arguments(function: ast.FunctionDef) -> Iterator[ast.Constant]:
-    for decorator in function.decorator_list:
-        if isinstance(decorator, ast.Call) and ast.unparse(decorator.func) == "click.option":
-            yield from (argument for argument in decorator.args if isinstance(argument, ast.Constant))
+def _options(command: str) -> set[str]:
+    return {flag for parameter in cli.commands[command].params for flag in parameter.opts if flag.startswith("--")}
 
 
 @pytest.mark.parametrize("command", ["replay", "explain", "plan", "bench"])
 def test_a_guide_describes_exactly_the_options_of_its_command(command: str) -> None:
-    options = _command_options()[command]
+    options = _options(command)
     assert len(options) > 3, f"the options of {command} were not found"
     guide = (ROOT / f"docs/{command}.md").read_text(encoding="utf-8")
     (table,) = re.findall(r"^\| Option \|.*\n(?:\|.*\n)+", guide, re.MULTILINE)
@@ -114,7 +99,7 @@ def test_a_guide_describes_exactly_the_options_of_its_command(command: str) -> N
 
 @pytest.mark.parametrize("page", PAGES)
 def test_every_replay_command_that_a_page_shows_uses_options_that_exist(page: Path) -> None:
-    options = _command_options()["replay"]
+    options = _options("replay")
     for line in re.findall(r"kvlayouts replay ([^`\n#]*)", page.read_text(encoding="utf-8")):
         if "--" in line:
             used = {word for word in shlex.split(line.replace("'", " ")) if re.fullmatch(r"--[a-z-]+", word)}

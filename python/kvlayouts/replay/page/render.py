@@ -18,8 +18,9 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from kvlayouts.replay.results import LayoutResult, ReplayConfig
-    from kvlayouts.replay.trace import Trace
+    from kvlayouts.common.trace import Trace
+    from kvlayouts.replay.config import ReplayConfig
+    from kvlayouts.replay.results import LayoutResult
 
 
 def write_page(path: Path, config: ReplayConfig, trace: Trace, results: Mapping[str, LayoutResult]) -> None:

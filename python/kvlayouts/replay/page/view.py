@@ -16,8 +16,9 @@ from kvlayouts.replay.page.panels import percent_tick
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from kvlayouts.replay.results import HitPoint, LayoutResult, ReplayConfig
-    from kvlayouts.replay.trace import Trace
+    from kvlayouts.common.trace import Trace
+    from kvlayouts.replay.config import ReplayConfig
+    from kvlayouts.replay.results import HitPoint, LayoutResult
 
     Results = Mapping[str, LayoutResult]
 

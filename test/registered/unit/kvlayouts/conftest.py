@@ -9,8 +9,9 @@ import pytest
 from _fork_server import forking_context_for_tests
 from _replays import rank_processes
 
-from kvlayouts.replay.results import HitPoint, LayoutResult, ReplayConfig
-from kvlayouts.replay.trace import Trace, TraceRequest
+from kvlayouts.common.trace import Trace, TraceRequest
+from kvlayouts.replay.config import ReplayConfig
+from kvlayouts.replay.results import HitPoint, LayoutResult
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -43,8 +43,8 @@ from kvlayouts.bench.runs import run_share
 from kvlayouts.bench.subjects import sizes_for
 from kvlayouts.bench.timing import alternating
 from kvlayouts.bench.tree_sizes import TreeTimes, bench_evict, bench_scale, growth_exponent
-from kvlayouts.replay.config import ReplayInputError
-from kvlayouts.replay.trace import DEFAULT_TRACE, Trace, TraceRequest, read_trace
+from kvlayouts.common.errors import InputError
+from kvlayouts.common.trace import DEFAULT_TRACE, Trace, TraceRequest, read_trace
 from sglang.srt.mem_cache.hicache.cpu.support import install_cpu_support
 from sglang.srt.mem_cache.layouts import CpSharedLayout
 from sglang.srt.mem_cache.layouts.errors import LayoutInvariantError
@@ -162,12 +162,12 @@ class TestDeferred(CustomTestCase):
     def _reductions(self, make: Callable[[], AbstractContextManager[deferred.Forms]]) -> dict[str, list[torch.Tensor]]:
         """Tensors that two calls of each form reduce."""
         reduced: dict[str, list[torch.Tensor]] = {"ours": [], "naive": []}
-        with mock.patch.object(deferred, "_one_rank_group", object), make() as forms:
+        group = mock.Mock()
+        with mock.patch.object(deferred, "_one_rank_group", return_value=group), make() as forms:
             for name, form in (("ours", forms.ours), ("naive", forms.naive)):
-                with mock.patch(
-                    "torch.distributed.all_reduce", lambda tensor, *, into=reduced[name], **_: into.append(tensor)
-                ):
-                    self.assertEqual([form(), form()], 2 * [deferred.COUNTS])
+                group.allreduce.reset_mock()
+                self.assertEqual([form(), form()], 2 * [deferred.COUNTS])
+                reduced[name] += [call.args[0][0] for call in group.allreduce.call_args_list]
         return reduced
 
     def test_kept_tensors_are_measured_on_one_reduction_in_both_forms(self) -> None:
@@ -289,7 +289,7 @@ class TestCommand(CustomTestCase):
         self.assertEqual(tuple(RUNNERS), BENCHES)
 
     def test_an_unknown_name_is_refused_with_the_known_ones(self) -> None:
-        with pytest.raises(ReplayInputError, match=r"--only nothing: unknown; accepted: requests, evict"):
+        with pytest.raises(InputError, match=r"--only nothing: unknown; accepted: requests, evict"):
             BenchConfig(trace=DEFAULT_TRACE, only=("nothing",))
         self.assertEqual(command.main(["bench", "--only", "nothing"]), command.EXIT_BAD_INPUT)
 
@@ -333,7 +333,7 @@ class TestCommand(CustomTestCase):
                 self.assertEqual(sizes_for(read_trace(trace), 8).device_tokens, wanted)
 
     def test_fewer_than_five_rounds_are_refused(self) -> None:
-        with pytest.raises(ReplayInputError, match=r"--rounds 4: must be at least 5"):
+        with pytest.raises(InputError, match=r"--rounds 4: must be at least 5"):
             BenchConfig(trace=DEFAULT_TRACE, rounds=4)
 
 

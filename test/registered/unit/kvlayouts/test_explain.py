@@ -16,12 +16,12 @@ from _replays import FAULTY_LAYOUTS
 from rich.console import Console
 from sglang.test.ci.ci_register import register_cpu_ci
 
+from kvlayouts.common.errors import RunError
 from kvlayouts.explain.elision import shown_items, shown_ranges
 from kvlayouts.explain.picture import to_svg
 from kvlayouts.explain.story import ExplainConfig, NodeStory, tell
 from kvlayouts.explain.terminal import print_story
 from kvlayouts.main import main
-from kvlayouts.replay.config import ReplayError
 from sglang.srt.mem_cache.layouts.plans import CopyRun
 
 if TYPE_CHECKING:
@@ -126,7 +126,7 @@ def test_a_strategy_that_contradicts_itself_is_a_failed_run_in_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.syspath_prepend(str(FAULTY_LAYOUTS))
-    with pytest.raises(ReplayError, match="--layout misplaces: the strategy contradicts itself"):
+    with pytest.raises(RunError, match="--layout misplaces: the strategy contradicts itself"):
         _tell_misplacing(monkeypatch)
     assert capsys.readouterr().out == ""
 

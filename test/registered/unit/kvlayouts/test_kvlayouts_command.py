@@ -9,7 +9,6 @@ import json
 import os
 import shlex
 import signal
-import subprocess
 import sys
 from contextlib import suppress
 from dataclasses import replace
@@ -22,13 +21,15 @@ import pytest
 from rich.console import Console
 
 from kvlayouts import main as command
-from kvlayouts.endings import Terminated
-from kvlayouts.replay.progress import show_progress
-from kvlayouts.replay.results import LayoutResult, ReplayConfig, ReplayError
+from kvlayouts.common.endings import Terminated
+from kvlayouts.common.errors import RunError
+from kvlayouts.common.progress import show_progress
+from kvlayouts.replay.config import ReplayConfig
 
 if TYPE_CHECKING:
-    from kvlayouts.replay.progress import OnProgress
-    from kvlayouts.replay.trace import Trace
+    from kvlayouts.common.progress import OnProgress
+    from kvlayouts.common.trace import Trace
+    from kvlayouts.replay.results import LayoutResult
 
 DRIVER = "kvlayouts.replay.driver"
 
@@ -290,7 +291,7 @@ def test_a_mismatch_or_a_disagreement_in_any_layout_exits_with_1(
 def test_a_failed_run_exits_with_1_and_one_line(
     trace_file: Path, driver: _Driver, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    driver.error = ReplayError("rank 3 ended\nwith status 9")
+    driver.error = RunError("rank 3 ended\nwith status 9")
     assert command.main(["replay", str(trace_file)]) == 1
     assert capsys.readouterr().err == "kvlayouts: error: rank 3 ended with status 9\n"
 
@@ -410,22 +411,3 @@ def test_progress_on_a_terminal_is_a_bar_per_layout(capsys: pytest.CaptureFixtur
     assert "5/5" in shown
     assert "cp_shared" in shown
     assert "2/5" in shown
-
-
-def test_the_command_line_itself_loads_neither_pytorch_nor_matplotlib() -> None:
-    """Measured beside an empty `sglang`: SGLang's own `__init__` loads PyTorch, whatever we do."""
-    root = Path(command.__file__).parents[1] / "sglang/srt"
-    program = f"""
-import sys, types
-for name, path in (("sglang", {str(root.parent)!r}), ("sglang.srt", {str(root)!r}),
-                   ("sglang.srt.mem_cache", {str(root / "mem_cache")!r})):
-    sys.modules[name] = types.ModuleType(name)
-    sys.modules[name].__path__ = [path]
-from kvlayouts.main import main
-assert main(["replay", "--cp-size", "0"]) == 2
-assert main(["replay", "--help"]) == 0
-loaded = {{"torch", "matplotlib", "transformers"}} & set(sys.modules)
-assert not loaded, loaded
-"""
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
-    assert ended.returncode == 0, ended.stderr

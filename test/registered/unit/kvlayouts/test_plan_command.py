@@ -6,105 +6,28 @@ import json
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from _plan_models import DEEPSEEK_V3_2, GPT_OSS, LLAMA_70B, MINIMAX_TEXT_01, write_config
 from _replays import FAULTY_LAYOUTS, conversations, write_trace
 from sglang.test.ci.ci_register import register_cpu_ci
 
 from kvlayouts.main import main
-from kvlayouts.plan.model import read_model
 from kvlayouts.plan.results import LayoutPlan, SweepPoint
 from kvlayouts.plan.simulation import SimulatedHits
-from sglang.srt.mem_cache.hicache.device.pools import DsaGeometry, MhaGeometry, MlaGeometry, build_device_pool, bytes_of
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from kvlayouts.plan.options import KVCacheDtype
-    from sglang.srt.mem_cache.hicache.device.pools import Geometry
 
 register_cpu_ci(est_time=30, suite="base-a-test-cpu")
-
-DEEPSEEK_V3_2 = {
-    "architectures": ["DeepseekV32ForCausalLM"],
-    "hidden_size": 7168,
-    "index_head_dim": 128,
-    "index_n_heads": 64,
-    "index_topk": 2048,
-    "kv_lora_rank": 512,
-    "num_attention_heads": 128,
-    "num_hidden_layers": 61,
-    "num_key_value_heads": 128,
-    "qk_rope_head_dim": 64,
-    "torch_dtype": "bfloat16",
-    "v_head_dim": 128,
-}
-GLM_5 = DEEPSEEK_V3_2 | {"architectures": ["GlmMoeDsaForCausalLM"], "num_hidden_layers": 78}
-DEEPSEEK_V3 = {key: value for key, value in DEEPSEEK_V3_2.items() if not key.startswith("index_")}
-LLAMA_70B = {
-    "architectures": ["LlamaForCausalLM"],
-    "hidden_size": 8192,
-    "num_attention_heads": 64,
-    "num_hidden_layers": 80,
-    "num_key_value_heads": 8,
-    "torch_dtype": "bfloat16",
-}
-
-
-def _write_config(folder: Path, config: dict[str, object]) -> Path:
-    path = folder / "config.json"
-    path.write_text(json.dumps(config), encoding="utf-8")
-    return path
 
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with a trace of conversations and the config.json of DeepSeek-V3.2, as working directory."""
     write_trace(tmp_path / "talks.jsonl", conversations(requests=60))
-    _write_config(tmp_path, DEEPSEEK_V3_2)
+    write_config(tmp_path, DEEPSEEK_V3_2)
     monkeypatch.chdir(tmp_path)
     return tmp_path
-
-
-# Models.
-
-
-@pytest.mark.parametrize(
-    ("config", "dtype", "bytes_per_token"),
-    [
-        (DEEPSEEK_V3_2, "auto", 61 * (576 * 2 + 132)),
-        (DEEPSEEK_V3_2, "fp8_e4m3", 61 * (656 + 132)),
-        (GLM_5, "fp8_e4m3", 78 * (656 + 132)),
-        (DEEPSEEK_V3, "auto", 61 * 576 * 2),
-        (DEEPSEEK_V3, "fp8_e4m3", 61 * 576),
-        (LLAMA_70B, "auto", 80 * 1 * 128 * 2 * 2),
-        (LLAMA_70B | {"head_dim": 64, "num_key_value_heads": 16}, "fp8_e5m2", 80 * 2 * 64 * 2),
-        (LLAMA_70B | {"num_key_value_heads": None}, "auto", 80 * 8 * 128 * 2 * 2),
-        ({"text_config": LLAMA_70B, "architectures": ["Wrapped"]}, "bfloat16", 80 * 1 * 128 * 2 * 2),
-    ],
-    ids=["v3.2", "v3.2-fp8", "glm-5-fp8", "v3", "v3-fp8", "llama", "llama-fp8", "llama-mha", "nested"],
-)
-def test_bytes_of_a_token_follow_from_the_config_of_a_model(
-    config: dict[str, object], dtype: KVCacheDtype, bytes_per_token: int, tmp_path: Path
-) -> None:
-    model = read_model(_write_config(tmp_path, config), dtype=dtype, attention_tp_size=8)
-    assert model.bytes_per_token == bytes_per_token
-    assert read_model(tmp_path, dtype=dtype, attention_tp_size=8) == model
-
-
-@pytest.mark.parametrize(
-    ("config", "geometry"),
-    [
-        (DEEPSEEK_V3_2, DsaGeometry()),
-        (DEEPSEEK_V3, MlaGeometry()),
-        (LLAMA_70B, MhaGeometry(heads=2, head_dim=128)),
-    ],
-    ids=["dsa", "mla", "mha"],
-)
-def test_sizes_are_those_of_sglangs_pools(config: dict[str, object], geometry: Geometry, tmp_path: Path) -> None:
-    path = _write_config(tmp_path, config | {"num_hidden_layers": 2})
-    model = read_model(path, dtype="auto", attention_tp_size=4)
-    pool = build_device_pool(geometry.kind, tokens=128, page_size=64, layers=2, geometry=geometry)
-    assert model.kind is geometry.kind
-    assert model.bytes_per_token * (128 + 64) == bytes_of(pool)
 
 
 # Bad input.
@@ -114,18 +37,25 @@ BAD_ARGUMENTS = {
     "--model-config none.json": "--model-config none.json: cannot be read: No such file",
     "--model-config talks.jsonl": "--model-config talks.jsonl: is no JSON",
     "--model-config list.json": "--model-config list.json: is no JSON object",
-    "--model-config layers.json": "layers.json: num_hidden_layers is missing; must be an integer of at least 1",
-    "--model-config rank.json": 'rank.json: kv_lora_rank is "512"; must be an integer between 1 and 16777216',
-    "--model-config mixed.json": 'mixed.json: layer_types holds "sliding_attention"; accepted: full_attention alone',
-    "--model-config mamba.json": "mamba.json: has mamba_d_state; accepted: models whose layers all keep a row a token",
+    "--model-config layers.json": "layers.json: 0 layers take 0 bytes a token; must be at least 1 layer",
+    "--model-config rank.json": "rank.json: SGLang cannot use it: Validation error for field 'kv_lora_rank'",
+    "--model-config nameless.json": "nameless.json: architectures is missing; must name the model's class",
+    "--model-config typeless.json": "typeless.json: SGLang cannot use it: Unrecognized model in typeless.json. Should",
+    "--model-config sliding.json": "error: --layout identity does not go together with a model with sliding-window "
+    "layers: its pools have two kinds of pages; use a model with full attention, or drop the strategy",
+    "--model-config unknown.json": "unknown.json: SGLang cannot use it: Cannot find model module. 'MiniMaxText01For",
     "--model-config . --kv-bytes-per-token 9": "--kv-bytes-per-token 9: must not be given together with --model-config",
     "--model-config . --pool mla": "--pool mla: must not be given together with --model-config .",
-    "--model-config . --layout nonesuch": "--layout nonesuch: unknown; known layouts are identity, cp_shared",
+    "--model-config . --layout nonesuch": "--layout nonesuch: unknown; known layouts are identity, cp_shared, ",
     "--model-config . --layout identity --layout identity": "--layout identity: given twice",
     "--model-config . --layout-config {}": "--layout-config {}: needs exactly one --layout, got 2",
     '--model-config . --layout cp_shared --layout-config {"a":1}': "--layout cp_shared: --layout-config: layout "
     "'cp_shared' has no setting 'a'; accepted: none",
-    "--model-config . --page-size 32": "--page-size 32: must be 64 with --pool dsa",
+    "--model-config . --page-size 32": "--page-size 32: must be 64 with a DSA model",
+    "--kv-bytes-per-token 9 --pool dsa --page-size 32": "--page-size 32: must be 64 with --pool dsa",
+    "--model-config . --page-size 1 --layout cp_shared --kv-cache-dtype auto": "must be 64 with a DSA model",
+    "--kv-bytes-per-token 9 --page-size 1 --layout cp_shared": "error: --layout cp_shared does not go together with "
+    "--page-size 1: pages are what is shared out",
     "--model-config . --gpus 8 --cp-size 3": "--cp-size 3: must divide --gpus 8; accepted: 1, 2, 4, 8",
     "--model-config . --device-gb 1 --device-tokens 64": "--device-gb 1: must not be given together with",
     "--model-config . --device-gb 0": "--device-gb 0: must be above 0 and at most 1e+06",
@@ -137,7 +67,7 @@ BAD_ARGUMENTS = {
     "--model-config . --host-gb 1 --host-ratio 2": "--host-gb 1: must not be given together with --host-ratio 2",
     "--model-config . --host-ratio 0": "--host-ratio 0: must be above 0 and at most 1000",
     "--model-config . --host-ratio 0.001": "--host-ratio 0.001: leaves no host page beside",
-    "--model-config thin.json": "thin.json: hidden_size is 63; must be at least num_attention_heads, which is 64",
+    "--model-config thin.json": "thin.json: SGLang cannot use it: Class validation error for validator",
     "--model-config . --device-gb 1e6": "--device-gb 1e+06: is 12,",
     "--model-config . --restore-tokens 1099511627776": "--restore-tokens 1099511627776: must be between 64 and 10737",
     "--model-config . --ranks-per-machine 9": "--ranks-per-machine 9: must be between 1 and 8",
@@ -147,21 +77,34 @@ BAD_ARGUMENTS = {
     "--model-config . --plot out.svg": "--plot out.svg: must end with .png",
     "--model-config . --json talks.jsonl": "--json talks.jsonl: is the same file as TRACE",
     "--kv-bytes-per-token 100 --kv-cache-dtype fp8_e4m3": "--kv-cache-dtype fp8_e4m3: must not be given together",
-    "--kv-bytes-per-token 100 --pool mha --layout cp_shared": "error: --layout cp_shared does not support "
-    "the KV pool MHATokenToKVPool with --tp-size 8: every rank holds other heads",
+    "--kv-bytes-per-token 100 --pool mha --layout cp_shared": "error: --layout cp_shared does not go together with "
+    "a model without latent KV (MHA, GQA): every rank holds other heads, so no rank can keep a page for the others; "
+    "use an MLA model such as DeepSeek-V2, or --layout identity",
+    "--kv-bytes-per-token 100 --layout two_copies": "error: --layout two_copies: ranks 0 to 7 store lanes 0, 1, 2, 3, "
+    "0, 1, 2, 3 of 4; accepted: 8 lanes, each stored by one rank (copies on several ranks would be added up)",
+    "--kv-bytes-per-token 100 --pool mha --layout refuses_heads": "error: --layout refuses_heads does not support "
+    "the KV pool MHATokenToKVPool with --gpus 8: every rank holds other heads; accepted: a context-parallel group "
+    "(--cp-size), or an MLA or DSA model",
 }
 
 
 @pytest.mark.parametrize(("arguments", "complaint"), BAD_ARGUMENTS.items(), ids=list(BAD_ARGUMENTS))
 def test_bad_input_exits_with_2_and_one_line(
-    arguments: str, complaint: str, here: Path, capsys: pytest.CaptureFixture[str]
+    arguments: str,
+    complaint: str,
+    here: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.syspath_prepend(str(FAULTY_LAYOUTS))
     models: dict[str, object] = {
         "list": [],
-        "layers": {key: value for key, value in LLAMA_70B.items() if key != "num_hidden_layers"},
+        "layers": LLAMA_70B | {"num_hidden_layers": 0},
         "rank": DEEPSEEK_V3_2 | {"kv_lora_rank": "512"},
-        "mixed": LLAMA_70B | {"layer_types": ["full_attention", "sliding_attention"]},
-        "mamba": LLAMA_70B | {"mamba_d_state": 128},
+        "nameless": LLAMA_70B | {"architectures": None},
+        "typeless": {key: value for key, value in LLAMA_70B.items() if key != "model_type"},
+        "sliding": GPT_OSS,
+        "unknown": MINIMAX_TEXT_01,
         "thin": LLAMA_70B | {"hidden_size": 63},
     }
     for name, model in models.items():
@@ -250,13 +193,13 @@ def test_hits_add_up_and_a_sweep_goes_up_to_a_cache_of_everything(
 def test_a_model_with_other_heads_on_every_rank_leaves_out_the_layouts_that_refuse_it(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    _write_config(here, LLAMA_70B)
+    write_config(here, LLAMA_70B)
     shown, plan = _plan(here, capsys, "--model-config", ".", "--gpus", "8")
     assert list(plan["layouts"]) == ["identity"]
     assert "every rank holds other heads" in plan["refused"]["cp_shared"]
-    assert "refused: --layout cp_shared does not support the KV pool" in shown
+    assert "refused: --layout cp_shared does not go together with a model without latent KV" in shown
     _, plan = _plan(here, capsys, "--model-config", ".", "--gpus", "8", "--cp-size", "4")
-    assert plan["layouts"]["cp_shared"]["lanes"] == 4
+    assert list(plan["layouts"]) == ["identity"]
     assert plan["config"]["model"]["bytes_per_token"] == 80 * 4 * 128 * 2 * 2  # two ranks for eight heads
 
 

@@ -12,19 +12,15 @@ import pytest
 from _replays import make_trace, small_config, write_trace
 from sglang.test.ci.ci_register import register_cpu_ci
 
+from kvlayouts.common.errors import InputError
+from kvlayouts.common.trace import DEFAULT_TRACE, Trace, TraceRequest, read_trace
+from kvlayouts.common.values import TRACE_BLOCK_TOKENS, EvictionPolicy, WritePolicy
 from kvlayouts.plan.chains import ChainLanes, device_pages_by_lane
 from kvlayouts.plan.prompts import read_prompts
 from kvlayouts.plan.simulation import CacheSimulation, SimulatedHits
-from kvlayouts.ranks.messages import RankOrder
-from kvlayouts.replay.config import (
-    TRACE_BLOCK_TOKENS,
-    EvictionPolicy,
-    ReplayConfig,
-    ReplayInputError,
-    WritePolicy,
-)
+from kvlayouts.ranks.job import RankOrder
+from kvlayouts.replay.config import ReplayConfig
 from kvlayouts.replay.driver import ReplayJob, run_replay
-from kvlayouts.replay.trace import DEFAULT_TRACE, Trace, TraceRequest, read_trace
 from sglang.srt.mem_cache.layouts import CpSharedLayout, LayoutConfig, create_layout
 
 if TYPE_CHECKING:
@@ -255,12 +251,10 @@ class _CopiesTwice(CpSharedLayout):
 
 
 def test_a_strategy_whose_loads_need_other_lanes_than_its_backups_is_refused() -> None:
-    with pytest.raises(ReplayInputError, match="moves_pages: loads pages into other lanes"):
+    with pytest.raises(InputError, match="moves_pages: loads pages into other lanes"):
         ChainLanes(_MovesPages(page_size=4, cp_size=2, cp_rank=0), [b"first"], 8)
 
 
 def test_a_strategy_that_needs_other_than_one_host_page_a_page_is_refused() -> None:
-    with pytest.raises(
-        ReplayInputError, match=r"copies_twice: backs \(4, 4\) pages of the lanes up in \(8, 8\) host pages"
-    ):
+    with pytest.raises(InputError, match=r"copies_twice: backs \(4, 4\) pages of the lanes up in \(8, 8\) host pages"):
         ChainLanes(_CopiesTwice(page_size=4, cp_size=2, cp_rank=0), [b"first"], 9)

@@ -13,9 +13,9 @@ from _rank_jobs import Vanishes, Waits, Warns
 from _replays import rank_processes
 from sglang.test.ci.ci_register import register_cpu_ci
 
-from kvlayouts.endings import Terminated
+from kvlayouts.common.endings import Terminated
+from kvlayouts.common.errors import RankError
 from kvlayouts.ranks import processes
-from kvlayouts.ranks.messages import RankError
 from kvlayouts.ranks.processes import run_job
 
 if TYPE_CHECKING:

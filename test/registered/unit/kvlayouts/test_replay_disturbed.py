@@ -15,7 +15,7 @@ from _replays import conversations, make_trace, rank_processes, small_config, wi
 from sglang.test.ci.ci_register import register_cpu_ci
 
 from kvlayouts import main as command
-from kvlayouts.replay.config import ReplayError
+from kvlayouts.common.errors import RunError
 from kvlayouts.replay.driver import run_replay
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ pytestmark = [
 @pytest.mark.parametrize("victim", [0, 1, 2])
 def test_a_rank_that_is_killed_is_named_within_seconds_and_no_process_is_left(victim: int, tmp_path: Path) -> None:
     times: list[float] = []
-    with pytest.raises(ReplayError, match=f"^rank {victim} of 3 failed: its process was killed by signal 9 .SIGKILL"):
+    with pytest.raises(RunError, match=f"^rank {victim} of 3 failed: its process was killed by signal 9 .SIGKILL"):
         _disturb(tmp_path, victim, signal.SIGKILL, peer_seconds=60.0, times=times)
     assert time.monotonic() - times[0] < 30
     assert rank_processes() == []
@@ -42,7 +42,7 @@ def test_a_rank_that_stops_answering_is_named_by_the_others_after_the_stated_tim
     pids: list[int] = []
     times: list[float] = []
     with pytest.raises(
-        ReplayError,
+        RunError,
         match=r"^rank 1 of 3 does not answer; rank [02] of 3 waited for its peers in \w+: identity, request \d+ of ",
     ):
         _disturb(tmp_path, 1, signal.SIGSTOP, peer_seconds=10.0, pids=pids, times=times)

@@ -20,8 +20,9 @@ from kvlayouts.replay.report import TABLE_SECTIONS, verdict
 from kvlayouts.replay.results import rerun_command
 
 if TYPE_CHECKING:
-    from kvlayouts.replay.results import LayoutResult, ReplayConfig
-    from kvlayouts.replay.trace import Trace
+    from kvlayouts.common.trace import Trace
+    from kvlayouts.replay.config import ReplayConfig
+    from kvlayouts.replay.results import LayoutResult
 
 VOID = {"meta", "link", "wbr"}
 UNIT_AXIS = Axis(low=0.0, high=1.0, ticks=(0.0, 1.0))

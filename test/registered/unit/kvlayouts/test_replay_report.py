@@ -20,8 +20,8 @@ from kvlayouts.replay.results import LayoutResult
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from kvlayouts.replay.results import ReplayConfig
-    from kvlayouts.replay.trace import Trace
+    from kvlayouts.common.trace import Trace
+    from kvlayouts.replay.config import ReplayConfig
 
 Report = Callable[[Mapping[str, LayoutResult]], str]
 

@@ -11,20 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from kvlayouts.replay.results import (
-    HitPoint,
-    HitSeriesRecorder,
-    ReplayConfig,
-    ReplayError,
-    ReplayInputError,
-    page_imbalance,
-    rerun_command,
-    to_json,
-)
+from kvlayouts.common.errors import InputError, RunError
+from kvlayouts.replay.config import ReplayConfig
+from kvlayouts.replay.results import HitPoint, HitSeriesRecorder, page_imbalance, rerun_command, to_json
 
 if TYPE_CHECKING:
+    from kvlayouts.common.trace import Trace
     from kvlayouts.replay.results import LayoutResult
-    from kvlayouts.replay.trace import Trace
 
 BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"layouts": ()}, "--layout: must be given at least one layout name"),
@@ -52,7 +45,7 @@ BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
 def test_options_that_cannot_run_are_refused_naming_flag_value_and_range(
     fields: dict[str, Any], complaint: str, config: ReplayConfig
 ) -> None:
-    with pytest.raises(ReplayInputError) as caught:
+    with pytest.raises(InputError) as caught:
         replace(config, **fields)
     assert str(caught.value).startswith(complaint)
 
@@ -72,20 +65,20 @@ def test_pages_follow_from_tokens_and_ratio(config: ReplayConfig) -> None:
 
 
 def test_hits_that_do_not_add_up_to_the_prompts_are_refused_with_both_numbers(identity: LayoutResult) -> None:
-    with pytest.raises(ReplayError, match="add up to 2001, but the prompts have 2000 tokens"):
+    with pytest.raises(RunError, match="add up to 2001, but the prompts have 2000 tokens"):
         replace(identity, computed_tokens=1601)
 
 
 def test_a_hit_series_that_does_not_add_up_to_the_totals_is_refused(identity: LayoutResult) -> None:
     lost = replace(identity.hit_series[1], host_hit_tokens=199)
-    with pytest.raises(ReplayError, match="host_hit_tokens of the hit series add up to 199, the run has 200"):
+    with pytest.raises(RunError, match="host_hit_tokens of the hit series add up to 199, the run has 200"):
         replace(identity, hit_series=(identity.hit_series[0], lost))
-    with pytest.raises(ReplayError, match="evicted_device_tokens of the hit series add up to 64, the run has 65"):
+    with pytest.raises(RunError, match="evicted_device_tokens of the hit series add up to 64, the run has 65"):
         replace(identity, evicted_device_tokens=65)
 
 
 def test_entries_for_differing_numbers_of_ranks_are_refused(identity: LayoutResult) -> None:
-    with pytest.raises(ReplayError, match=r"differing numbers of entries: \[1, 2\]"):
+    with pytest.raises(RunError, match=r"differing numbers of entries: \[1, 2\]"):
         replace(identity, load_acks_per_rank=(7,))
 
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from kvlayouts.replay.config import ReplayInputError
-from kvlayouts.replay.trace import (
+from kvlayouts.common.errors import InputError
+from kvlayouts.common.trace import (
     BLOCK_ID_LIMIT,
     DEFAULT_TRACE,
     Trace,
@@ -162,7 +162,7 @@ BAD_LINES = {
 @pytest.mark.parametrize(("line", "complaint"), BAD_LINES.items(), ids=range(len(BAD_LINES)))
 def test_a_bad_line_is_refused_with_file_and_line_number(tmp_path: Path, line: str, complaint: str) -> None:
     path = _make_file(tmp_path, _make_line(), line, _make_line())
-    with pytest.raises(ReplayInputError) as caught:
+    with pytest.raises(InputError) as caught:
         read_trace(path)
     message = str(caught.value)
     assert message.startswith(f"TRACE {path}, line 2: {complaint}")
@@ -173,32 +173,32 @@ def test_a_bad_line_is_refused_with_file_and_line_number(tmp_path: Path, line: s
 def test_bytes_that_are_no_text_are_refused_with_their_line(tmp_path: Path) -> None:
     path = tmp_path / "binary.jsonl"
     path.write_bytes(_make_line().encode() + b"\n\xff\x00\x1b[31m\n")
-    with pytest.raises(ReplayInputError, match=r"line 2: is no JSON object: ") as caught:
+    with pytest.raises(InputError, match=r"line 2: is no JSON object: ") as caught:
         read_trace(path)
     assert str(caught.value).isprintable()
 
 
 def test_an_empty_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ReplayInputError, match=r"TRACE .*some\.jsonl: is empty"):
+    with pytest.raises(InputError, match=r"TRACE .*some\.jsonl: is empty"):
         read_trace(_make_file(tmp_path))
 
 
 def test_a_missing_file_and_a_directory_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ReplayInputError, match=r"TRACE .*none\.jsonl: cannot be read: No such file"):
+    with pytest.raises(InputError, match=r"TRACE .*none\.jsonl: cannot be read: No such file"):
         read_trace(tmp_path / "none.jsonl")
-    with pytest.raises(ReplayInputError, match="cannot be read: Is a directory"):
+    with pytest.raises(InputError, match="cannot be read: Is a directory"):
         read_trace(tmp_path)
 
 
 @pytest.mark.parametrize("requests", [-1, 0, 3])
 def test_a_number_of_requests_that_the_trace_has_not_is_refused(tmp_path: Path, requests: int) -> None:
-    with pytest.raises(ReplayInputError, match=rf"--requests {requests}: must be "):
+    with pytest.raises(InputError, match=rf"--requests {requests}: must be "):
         read_trace(_make_file(tmp_path, _make_line(), _make_line()), max_requests=requests)
 
 
 @pytest.mark.parametrize("block_tokens", [0, 513])
 def test_block_tokens_outside_1_to_512_are_refused(tmp_path: Path, block_tokens: int) -> None:
-    with pytest.raises(ReplayInputError, match=f"--block-tokens {block_tokens}: must be between 1 and 512"):
+    with pytest.raises(InputError, match=f"--block-tokens {block_tokens}: must be between 1 and 512"):
         read_trace(_make_file(tmp_path, _make_line()), block_tokens=block_tokens)
 
 
@@ -222,10 +222,10 @@ def test_a_device_pool_that_holds_the_longest_prompt_exactly_is_accepted() -> No
 
 def test_a_device_pool_too_small_for_a_prompt_is_refused_with_the_minimum_and_the_line() -> None:
     trace = _make_trace((1, (0,)), (130, (1,)), (130, (1,)))
-    with pytest.raises(ReplayInputError) as caught:
+    with pytest.raises(InputError) as caught:
         check_device_tokens(trace, 64, 128, "plain", lambda tokens: tokens)
     assert str(caught.value) == (
         "--device-tokens 128: must be at least 192 with layout plain, for the prompt of 130 tokens on line 2 of made"
     )
-    with pytest.raises(ReplayInputError, match="--device-tokens 64: must be at least 128 with layout halves"):
+    with pytest.raises(InputError, match="--device-tokens 64: must be at least 128 with layout halves"):
         check_device_tokens(trace, 64, 64, "halves", lambda tokens: 2 * tokens)

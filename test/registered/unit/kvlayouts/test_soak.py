@@ -16,8 +16,7 @@ from _replays import FAULTY_LAYOUTS, rank_processes
 from sglang.test.ci.ci_register import register_cpu_ci
 
 from kvlayouts import main as command
-from kvlayouts.ranks.messages import RankError
-from kvlayouts.replay.config import ReplayInputError
+from kvlayouts.common.errors import InputError, RankError
 from kvlayouts.replay.content import KVContent
 from kvlayouts.soak.config import FAULTS, SoakConfig, repeat_command
 from kvlayouts.soak.driver import run_soak
@@ -173,5 +172,5 @@ def test_the_command_that_repeats_a_soak_names_every_option_that_matters() -> No
         "--events 1234",
     ):
         assert part in text
-    with pytest.raises(ReplayInputError, match="--ranks 0"):
+    with pytest.raises(InputError, match="--ranks 0"):
         replace(CONFIG, ranks=0)

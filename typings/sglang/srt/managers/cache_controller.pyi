@@ -1,5 +1,5 @@
 import threading
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from sglang.srt.mem_cache.allocator.base import BaseTokenToKVPoolAllocator
@@ -7,6 +7,9 @@ from sglang.srt.mem_cache.l2_transfer import L2TransferEngine
 from sglang.srt.mem_cache.pool_host import HostKVCache, HostPoolGroup
 from sglang_releases import SINCE_0_5_23
 from torch.distributed import ProcessGroup
+
+# torch.cuda, torch.cpu or the like, of which it takes events.
+device_module: Any
 
 class LayerLoadingEvent:
     start_event: torch.Event

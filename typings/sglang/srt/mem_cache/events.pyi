@@ -3,6 +3,7 @@ from sglang.srt.mem_cache.radix_cache import TreeNode
 
 class KVCacheEventRecorder:
     enabled: bool
+    def __init__(self, *, enabled: bool, page_size: int) -> None: ...
     def record_store(
         self, node: TreeNode, medium: StorageMedium | None = None, *, session_id: str | None = None
     ) -> None: ...

@@ -1,4 +1,4 @@
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from sglang.srt.layers.radix_attention import RadixAttention
@@ -123,8 +123,6 @@ class MLATokenToKVPool(KVCache):
     ) -> None: ...
 
 class DSATokenToKVPool(MLATokenToKVPool):
-    quant_block_size: ClassVar[int]
-    rope_storage_dtype: ClassVar[torch.dtype]
     index_head_dim: int
     index_kpool: int
     index_buf_size: int

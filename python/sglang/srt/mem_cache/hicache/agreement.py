@@ -7,11 +7,14 @@ whether or not anything is pending: a rank that skipped it would desynchronise t
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.distributed as dist
 from sglang.srt.distributed.communication_tags import P2PTag
+
+from .waits import CAPACITY, EVENTS, STAGES, BoundedReduction, named_wait
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -34,6 +37,9 @@ class RankAgreement:
 
     `groups` are reduced one after the other. With pipeline parallelism the
     first stage decides and the later ones follow it, as in SGLang: `pp_rank` receives from the stage before.
+
+    A rank waits for another one for `peer_seconds` at most; None means the time-out of the process group. Then, or if
+    the other one is gone, both methods raise `LostPeerError`, and no rank in the collective gets an answer.
     """
 
     def __init__(
@@ -43,19 +49,21 @@ class RankAgreement:
         pp_group: dist.ProcessGroup | None = None,
         pp_rank: int = 0,
         pp_size: int = 1,
+        peer_seconds: float | None = None,
     ) -> None:
         self._groups = list(groups)
+        self._peer_seconds = peer_seconds
+        self._reductions = [
+            BoundedReduction(group, op=dist.ReduceOp.MIN, meeting=EVENTS, seconds=peer_seconds) for group in groups
+        ]
         self._pp_group = pp_group if pp_size > 1 else None
         self._pp_rank = pp_rank
         self._pp_size = pp_size
-        self._sends: list[dist.Work] = []
+        self._sends: list[dist.Work | None] = []
         self._buffers: dict[int, torch.Tensor] = {}
 
     def minimum(self, values: Sequence[int]) -> tuple[int, ...]:
-        """Element-wise minimum of `values` over the ranks; every rank must call it with the same length.
-
-        Raises what the process group raises if a rank is gone; nothing is settled then.
-        """
+        """Element-wise minimum of `values` over the ranks; every rank must call it with the same length."""
         if not self._groups and self._pp_group is None:
             return tuple(values)
         buffer = self._buffers.get(len(values))
@@ -64,8 +72,8 @@ class RankAgreement:
         numbers = buffer.numpy()  # the same memory: no tensor is made for a reduction
         numbers[:] = values
         if self._pp_rank == 0:
-            for group in self._groups:
-                dist.all_reduce(buffer, op=dist.ReduceOp.MIN, group=group)
+            for reduce in self._reductions:
+                reduce(buffer)
         if self._pp_group is not None:
             self._follow_first_stage(buffer, self._pp_group)
         return tuple(numbers.tolist())
@@ -74,17 +82,28 @@ class RankAgreement:
         """See `Agreement.capacity`. Unlike `minimum`, later pipeline stages have a say."""
         buffer = torch.tensor([value], dtype=torch.int64)
         for group in (*self._groups, *([self._pp_group] if self._pp_group is not None else [])):
-            dist.all_reduce(buffer, op=dist.ReduceOp.MIN, group=group)
+            BoundedReduction(group, op=dist.ReduceOp.MIN, meeting=CAPACITY, seconds=self._peer_seconds)(buffer)
         return int(buffer.item())
 
     def _follow_first_stage(self, buffer: torch.Tensor, group: dist.ProcessGroup) -> None:
-        for earlier in self._sends:
-            earlier.wait()
-        self._sends.clear()
-        if self._pp_rank > 0:
-            dist.recv(buffer, group_src=self._pp_rank - 1, group=group, tag=P2PTag.HIRADIX_PP_SYNC)
-        if self._pp_rank + 1 < self._pp_size:
-            message = buffer.clone()
-            send = dist.isend(message, group_dst=self._pp_rank + 1, group=group, tag=P2PTag.HIRADIX_PP_SYNC)
-            if send is not None:
-                self._sends.append(send)
+        before, after = self._pp_rank - 1, self._pp_rank + 1
+        if after < self._pp_size:
+            with named_wait(group, STAGES, seconds=self._peer_seconds, peer=after):
+                for earlier in self._sends:
+                    self._wait(earlier)
+            self._sends.clear()
+        if before >= 0:
+            with named_wait(group, STAGES, seconds=self._peer_seconds, peer=before):
+                self._wait(dist.irecv(buffer, group_src=before, group=group, tag=P2PTag.HIRADIX_PP_SYNC))
+        if after < self._pp_size:
+            with named_wait(group, STAGES, seconds=self._peer_seconds, peer=after):
+                self._sends.append(dist.isend(buffer.clone(), group_dst=after, group=group, tag=P2PTag.HIRADIX_PP_SYNC))
+
+    def _wait(self, message: dist.Work | None) -> None:
+        """None stands for a message that was not to be sent."""
+        if message is None:
+            return
+        if self._peer_seconds is None:
+            message.wait()
+        else:
+            message.wait(timedelta(seconds=self._peer_seconds))

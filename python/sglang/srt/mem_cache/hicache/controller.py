@@ -13,43 +13,34 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic
 
+from sglang.srt.managers import cache_controller
 from sglang.srt.managers.cache_controller import HiCacheAck
 from sglang.srt.managers.cache_controller import HiCacheController as SGLangHiCacheController
 from sglang.srt.mem_cache.hicache_storage import PoolName
 
 from sglang.srt.mem_cache.layouts.errors import LayoutInvariantError
-from sglang.srt.mem_cache.layouts.plans import BackupPlan, CopyPlan, LoadPlan
+from sglang.srt.mem_cache.layouts.plans import CopyPlan
 from sglang.srt.mem_cache.layouts.protocol import KVLayoutStrategy, MetadataT
 
-from .copies.transfer import HostTransfer, Transfer
-from .host.free_pages import HostPages
-from .host.ledger import HostLedger
+from .host.ledger import HostShortfall
 
 if TYPE_CHECKING:
     import threading
     from collections.abc import Sequence
 
-    from sglang.srt.mem_cache.allocator.base import BaseTokenToKVPoolAllocator
+    import torch
     from sglang.srt.mem_cache.cache_init_params import CacheInitParams
     from sglang.srt.mem_cache.l2_transfer import TransferCompletion
 
     from sglang.srt.mem_cache.layouts.pages import PageArray
+    from sglang.srt.mem_cache.layouts.plans import BackupPlan, LoadPlan
 
-    from .agreement import Agreement
+    from .copies.transfer import Transfer
+    from .host.free_pages import HostPages
+    from .host.ledger import HostLedger
     from .host.pools import AnyHostPool
     from .settings import HiCacheSettings
     from .slots.allocator import SlotAllocator
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HostShortfall:
-    """A backup that was not admitted. Nothing was changed, on any rank.
-
-    `missing_pages` must be freed in each lane before `plan` can be written.
-    """
-
-    plan: BackupPlan
-    missing_pages: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,24 +52,25 @@ class _QueuedLoad:
 class HiCacheController(SGLangHiCacheController, Generic[MetadataT]):
     """SGLang's controller with the layout's plans in place of "every index is copied".
 
-    The ledger's capacity is the smallest host pool of the group, agreed on here. Raises
-    `LayoutInvariantError` if host pool and ledger ever disagree.
+    `ledger` has the capacity of the smallest host pool of the group, `host_pages` the free pages of this rank's, and
+    `transfer` copies. Raises `LayoutInvariantError` if host pool and ledger ever disagree.
     """
 
     def __init__(
         self,
+        params: CacheInitParams,
         *,
         layout: KVLayoutStrategy[MetadataT],
-        params: CacheInitParams,
+        settings: HiCacheSettings,
         slots: SlotAllocator,
         host_pool: AnyHostPool,
-        agreement: Agreement,
-        settings: HiCacheSettings,
+        host_pages: HostPages,
+        ledger: HostLedger,
+        transfer: Transfer,
         load_cache_event: threading.Event,
     ) -> None:
-        allocator: BaseTokenToKVPoolAllocator = params.token_to_kv_pool_allocator
         super().__init__(
-            allocator,
+            params.token_to_kv_pool_allocator,
             host_pool,
             layout.page_size,
             params.tp_cache_group,
@@ -93,16 +85,13 @@ class HiCacheController(SGLangHiCacheController, Generic[MetadataT]):
         )
         self.layout = layout
         self.slots = slots
-        self.transfer: Transfer = HostTransfer(
-            host_pool=host_pool, device_pool=allocator.get_kvcache(), io_backend=settings.io_backend
-        )
-        self.l2_transfer_engine = self.transfer.engine
+        self.transfer = transfer
+        self.l2_transfer_engine = transfer.engine
+        self.host_pages = host_pages
+        self.ledger = ledger
+        self._surplus_pages = host_pages.free - ledger.capacity_pages
         self._queued_loads: list[_QueuedLoad] = []
-        self.host_pages = HostPages(host_pool)
-        local_pages = self.host_pages.free
-        capacity_pages = agreement.capacity(local_pages)
-        self._surplus_pages = local_pages - capacity_pages
-        self.ledger = HostLedger(lane_count=layout.lane_count, capacity_pages=capacity_pages)
+        self._forward_done = cache_controller.device_module.Event()  # one: a wait means the last record before it
 
     # Device to host.
 
@@ -124,6 +113,8 @@ class HiCacheController(SGLangHiCacheController, Generic[MetadataT]):
         self._check_ledger()
         metadata = self.layout.finish_backup(plan, host_pages)
         copies = plan.bind(host_pages)
+        # A forward pass under way may still write the last row of a request that has ended: it was in the next batch.
+        self._after_forward(self.transfer.engine.device_to_host_stream)
         completion = self.transfer.back_up(copies)
         self.ack_write_queue.append(self._ack(completion, [node_id], plan.logical_tokens, copies))
         return metadata
@@ -154,9 +145,8 @@ class HiCacheController(SGLangHiCacheController, Generic[MetadataT]):
         producer_index = self.layer_done_counter.update_producer()
         producer = self.layer_done_counter.events[producer_index]
         producer.start_event.record()
-        if self.load_fence_stream is not None:
-            # A forward pass under way may still write pages that were freed and handed out again.
-            self.transfer.engine.host_to_device_stream.wait_stream(self.load_fence_stream)
+        # A forward pass under way may still write pages that were freed and handed out again.
+        self._after_forward(self.transfer.engine.host_to_device_stream)
         copies = CopyPlan.concat([load.plan.copies for load in loads], page_size=self.page_size)
         completion = self.transfer.load(copies, producer)
         tokens = sum(load.plan.logical_tokens for load in loads)
@@ -188,6 +178,15 @@ class HiCacheController(SGLangHiCacheController, Generic[MetadataT]):
         """Wait until the copies under way have ended. Their acks stay where they are."""
         for ack in (*self.ack_write_queue, *self.ack_load_queue):
             ack.finish_event.synchronize()
+
+    def _after_forward(self, stream: torch.Stream) -> None:
+        """Whatever `stream` is given from now on comes after the forward passes that were launched so far.
+
+        The scheduler says on which stream they are; overlap scheduling leaves one under way. Nothing waits here.
+        """
+        if self.load_fence_stream is not None:
+            self._forward_done.record(self.load_fence_stream)
+            self._forward_done.wait(stream)
 
     def _alloc_host(self, pages: int) -> PageArray:
         host_pages = self.host_pages.take(pages)

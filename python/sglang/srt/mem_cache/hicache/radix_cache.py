@@ -1,7 +1,7 @@
 """`HiRadixCache`: SGLang's hierarchical radix cache with a layout strategy.
 
-The layout strategy says where pages belong, the controller moves them, the tree of `radix_tree` remembers. The
-policy is the same for every layout and on every rank::
+The layout strategy says where pages belong, the controller moves them, the tree remembers. The policy is the same for
+every layout and on every rank::
 
       insert / hit           evict                     match + load_back
     ───────────────▶ device ───────▶ host only ─────────────────────────────▶ device
@@ -9,64 +9,61 @@ policy is the same for every layout and on every rank::
          ▼                               ▼
       backup (locked until the ack)   deleted
 
-The way down (backup, eviction) is in `tiers`; here are construction, the way back up, and the settling of
-acknowledgements, which holds the one collective. Every quota and threshold is in logical tokens.
+Nothing is decided here: this class has the names that SGLang's scheduler calls, and `tree.parts.TreeParts` has the
+parts that do the work. `assemble` makes and hands over whatever it needs. Every quota and threshold is in logical
+tokens.
 """
 
 from __future__ import annotations
 
-import logging
-import threading
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Generic, TypeAlias
+from typing import TYPE_CHECKING, Any, Generic
 
-from sglang.srt.disaggregation.kv_events import StorageMedium
+from sglang.srt.mem_cache.base_prefix_cache import DecLockRefResult, EvictResult, IncLockRefResult, InsertResult
+from sglang.srt.mem_cache.radix_cache import RadixCache
 
 from sglang.srt.mem_cache.layouts.errors import LayoutInvariantError
 from sglang.srt.mem_cache.layouts.protocol import KVLayoutStrategy, MetadataT
 
-from .agreement import Agreement, RankAgreement
-from .controller import HiCacheController
-from .environment import agreement_groups, observe_environment
-from .host.pools import build_host_pool, release_host_pool
-from .no_storage import NoStorageTier, refuse_storage_backend
-from .slots.allocator import slot_allocator
-from .tree.in_flight import InFlight
-from .tree.stats import CacheStats
-from .tree.tiers import TieredRadixTree, ack_seconds, ready_acks
+from .host.pools import release_host_pool
+from .no_storage import NoStorageTier
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping
 
     import torch
-    from sglang.srt.managers.cache_controller import HiCacheAck
-    from sglang.srt.mem_cache.base_prefix_cache import InitLoadBackParams
+    from sglang.srt.mem_cache.base_prefix_cache import (
+        DecLockRefParams,
+        EvictParams,
+        InitLoadBackParams,
+        InsertParams,
+        MatchPrefixParams,
+        MatchResult,
+    )
     from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 
-    from sglang.srt.mem_cache.layouts.pages import PageArray
+    from sglang.srt.mem_cache.layouts.pages import LaneArray, PageArray
 
-    from .settings import HiCacheSettings, ShardGroup
+    from .controller import HiCacheController
+    from .host.pools import AnyHostPool
+    from .requests.insertion import RequestInsertion
+    from .requests.uses import SchedulerRequest
+    from .settings import HiCacheSettings
+    from .slots.allocator import SlotAllocator
     from .tree.in_flight import Backup, LoadBack
     from .tree.node import LayoutTreeNode
-    from .tree.request_pages import RequestPages
-
-logger = logging.getLogger(__name__)
-
-SchedulerRequest: TypeAlias = Any  # what has the attributes of SGLang's `Req`
+    from .tree.parts import TreeParts
 
 
-class HiRadixCache(NoStorageTier, TieredRadixTree[MetadataT], Generic[MetadataT]):
-    """A radix cache with a host tier whose pages a layout strategy places.
+class HiRadixCache(NoStorageTier, RadixCache, Generic[MetadataT]):
+    """A radix cache with a host tier whose pages a layout strategy places. Made by `assemble.assemble_cache`.
 
-    `layout` is the one strategy object that allocator, controller and tree share; `group` the ranks that it
-    shards over; `agreement` replaces SGLang's process groups as the way to compare ranks. Raises
-    `LayoutConfigError`, before any host memory is taken, if the strategy refuses the pool, the allocator or the
-    group, and for a storage backend.
+    `layout` is the one strategy object that allocator, controller and tree share. `requests` puts the scheduler's
+    requests into the tree; a cache whose tree is filled by `insert` alone has none. `publish` is called after each
+    settling, with this cache; it publishes metrics in a server.
     """
 
-    reporter: Callable[[], None] | None = None  # called after each settling; publishes metrics in a server
-    request_pages: RequestPages | None = None  # in a server: what the allocator of this cache records
-    _row_pages: PageArray | None = None  # of the request that is being put into the tree
+    root_node: LayoutTreeNode[MetadataT]
+    cache_controller: HiCacheController[MetadataT]
 
     def __init__(
         self,
@@ -74,43 +71,29 @@ class HiRadixCache(NoStorageTier, TieredRadixTree[MetadataT], Generic[MetadataT]
         *,
         layout: KVLayoutStrategy[MetadataT],
         settings: HiCacheSettings,
-        group: ShardGroup,
-        agreement: Agreement | None = None,
+        slots: SlotAllocator,
+        host_pool: AnyHostPool,
+        controller: HiCacheController[MetadataT],
+        parts: TreeParts[MetadataT],
+        requests: RequestInsertion[MetadataT] | None = None,
+        publish: Callable[[HiRadixCache[Any]], None] | None = None,
     ) -> None:
-        allocator = params.token_to_kv_pool_allocator
-        self.slots = slot_allocator(allocator)
-        layout.validate(observe_environment(params, self.slots, settings, group))
-        refuse_storage_backend(layout, settings.storage_backend)
+        self.layout = layout
         self.settings = settings
-        self.agreement = agreement or RankAgreement(
-            agreement_groups(params),
-            pp_group=params.pp_cache_group,
-            pp_rank=params.pp_rank,
-            pp_size=params.pp_size,
-        )
-        self.token_to_kv_pool_host = build_host_pool(
-            allocator.get_kvcache(),
-            ratio=settings.host_ratio,
-            size_gb=settings.host_gb,
-            page_size=layout.page_size,
-            mem_layout=settings.mem_layout,
-        )
-        self.load_cache_event = threading.Event()
-        self.cache_controller: HiCacheController[MetadataT] = HiCacheController(
-            layout=layout,
-            params=params,
-            slots=self.slots,
-            host_pool=self.token_to_kv_pool_host,
-            agreement=self.agreement,
-            settings=settings,
-            load_cache_event=self.load_cache_event,
-        )
-        self.in_flight: InFlight[MetadataT] = InFlight()
-        self.stats = CacheStats()
-        super().__init__(params, layout)
+        self.slots = slots
+        self.token_to_kv_pool_host = host_pool
+        self.cache_controller = controller
+        self.parts = parts
+        self.stats = parts.report.stats
+        self.requests = requests
+        self.request_pages = None if requests is None else requests.pages
+        self._publish = publish
+        super().__init__(params)  # calls reset()
+        self.kv_events = parts.events
+        self.metrics_collector = parts.report.collector
 
     def init_metrics_collector(self) -> None:
-        """None yet: SGLang's knows no rank. A server gives the cache one that does (`metrics.traffic_collector`)."""
+        """SGLang's constructor would make one, which knows no rank; ours comes with the report."""
 
     def reset(self) -> None:
         """Drop the whole cache, transfers under way included, and give all host memory back.
@@ -118,132 +101,90 @@ class HiRadixCache(NoStorageTier, TieredRadixTree[MetadataT], Generic[MetadataT]
         Slots are not freed: SGLang clears the slot allocator beside the tree.
         """
         self.cache_controller.reset()
-        self.in_flight.clear()
         if self.request_pages is not None:
             self.request_pages.clear()
-        super().reset()
+        tree = self.parts.tree
+        tree.reset()
+        self.root_node = tree.root
+        self._empty_match_result = tree.nothing_found
+        self.parts.events.record_all_cleared()
 
     def release_host_resources(self) -> None:
         """Unregister pinned host memory before the process ends, when the copies under way have ended."""
         self.cache_controller.wait_for_copies()
         release_host_pool(self.token_to_kv_pool_host)
 
-    # Requests are put into the tree: SGLang reads their rows on the device, the page numbers are known here.
+    # Requests.
+
+    def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
+        """See `LayoutRadixTree.match_prefix`."""
+        return self.parts.tree.nothing_found if self.disable else self.parts.tree.match_prefix(params)
+
+    def insert(self, params: InsertParams) -> InsertResult:
+        """See `LayoutRadixTree.insert`. Nodes that are used often enough are backed up."""
+        return InsertResult(prefix_len=0) if self.disable else self.parts.insert(params)
 
     def cache_finished_req(self, req: SchedulerRequest, is_insert: bool = True, *, kv_len_to_handle: int) -> None:
         """Put the whole pages of a request that has ended into the tree, or give all back, and unlock its prefix."""
-        row = req.kv.req_pool_idx
-        with self._pages_known(req, kv_len_to_handle):
-            super().cache_finished_req(req, is_insert, kv_len_to_handle=kv_len_to_handle)
-        if self.request_pages is not None and row is not None:
-            self.request_pages.end(row, -(-kv_len_to_handle // self.page_size))
+        if self.disable:
+            self._insertion.give_back(req, tokens=kv_len_to_handle)
+        else:
+            self._insertion.finish(req, tokens=kv_len_to_handle, insert=is_insert)
 
     def cache_unfinished_req(self, req: SchedulerRequest, chunked: bool = False) -> None:
         """Put the whole pages of a request that goes on into the tree, and lock them for it."""
-        with self._pages_known(req, len(req.get_fill_ids())):
-            super().cache_unfinished_req(req, chunked)
-        if self.request_pages is not None and req.kv.req_pool_idx is not None:
-            self.request_pages.keep_from(req.kv.req_pool_idx, req.kv.cache_protected_len // self.page_size)
-
-    @contextmanager
-    def _pages_known(self, req: SchedulerRequest, tokens: int) -> Iterator[None]:
-        """Within the block, `insert` is called with the first slots of `req`, `tokens` at most."""
-        if self.request_pages is not None:
-            self._row_pages = self.request_pages.of(req.kv, req.last_node, tokens)
-        try:
-            yield
-        finally:
-            self._row_pages = None
-
-    def _slot_pages_of(self, value: torch.Tensor) -> PageArray:
-        if self._row_pages is not None:
-            return self._row_pages
-        if self.request_pages is not None:
-            self.request_pages.count_read("page numbers of a request")
-        return super()._slot_pages_of(value)
-
-    # What the scheduler asks before it calls itself idle.
+        if not self.disable:
+            self._insertion.go_on(req, chunked=chunked)
 
     @property
-    def ongoing_write_through(self) -> Mapping[int, Backup[MetadataT]]:
-        """Backups whose ack is not settled, by id."""
-        return self.in_flight.backups
+    def _insertion(self) -> RequestInsertion[MetadataT]:
+        if self.requests is None:
+            raise LayoutInvariantError("a cache that was made without a request pool was given a request")
+        return self.requests
 
-    @property
-    def ongoing_load_back(self) -> Mapping[int, LoadBack[MetadataT]]:
-        """Loads whose ack is not settled, by id."""
-        return self.in_flight.loads
+    def inc_lock_ref(self, node: LayoutTreeNode[MetadataT]) -> IncLockRefResult:
+        """Keep `node` and its prefix from eviction. `delta` is the change of the evictable tokens (<= 0)."""
+        return IncLockRefResult(delta=0 if self.disable else self.parts.accounting.lock(node))
 
-    # Load back.
+    def dec_lock_ref(
+        self,
+        node: LayoutTreeNode[MetadataT],
+        params: DecLockRefParams | None = None,
+    ) -> DecLockRefResult:
+        """Undo one `inc_lock_ref`. `delta` is the change of the evictable tokens (>= 0).
+
+        Raises `LayoutInvariantError`, with nothing changed, if it is not locked or belongs to a tree before a reset.
+        """
+        return DecLockRefResult(delta=0 if self.disable else self.parts.accounting.unlock(node))
+
+    # The way down.
+
+    def write_backup(self, node: LayoutTreeNode[MetadataT], write_back: bool = False) -> int:
+        """See `Backups.back_up`, or `back_up_leaving` with `write_back`: the node is about to leave the device."""
+        backups = self.parts.backups
+        return backups.back_up_leaving(node) if write_back else backups.back_up(node)
+
+    def evict(self, params: EvictParams) -> EvictResult:
+        """Free at least `num_tokens` slots from unlocked leaves, or all that can be freed."""
+        return EvictResult(num_tokens_evicted=self.parts.device_room.evict(params.num_tokens))
+
+    def evict_host(self, num_tokens: int) -> int:
+        """See `HostRoom.evict`."""
+        return self.parts.host_room.evict(num_tokens)
+
+    def alloc_slots(self, lanes: LaneArray) -> PageArray | None:
+        """See `DeviceRoom.alloc`."""
+        return self.parts.device_room.alloc(lanes)
+
+    def make_device_room(self, lanes: LaneArray) -> None:
+        """See `DeviceRoom.make`."""
+        self.parts.device_room.make(lanes)
+
+    # The way up.
 
     def load_back(self, node: LayoutTreeNode[MetadataT], mem_quota: int | None = None) -> torch.Tensor | None:
-        """Bring `node` and its evicted ancestors back to the device; all of them or none.
-
-        Returns their slots, int64, shape ``[tokens]``, on the pool's device, with the copy queued until
-        `ready_to_load_host_cache`, or None, with every lock as before, if the hit is below the threshold, above
-        `mem_quota` (logical tokens that the caller may use), finds no room, or was deleted after the caller's match.
-        Raises `LayoutInvariantError`, with nothing changed, if no ancestor is on the device.
-        """
-        nodes: list[LayoutTreeNode[MetadataT]] = []
-        above = node
-        while above.value is None:
-            nodes.insert(0, above)
-            if above.parent is None:
-                raise LayoutInvariantError(f"node {node.id} has no ancestor on the device")
-            above = above.parent
-        if not nodes or any(evicted.metadata is None for evicted in nodes):
-            return None
-        host_hit_length = sum(evicted.host_len for evicted in nodes)
-        locked = self._lock(above, 1)
-        over_quota = mem_quota is not None and host_hit_length > mem_quota + locked
-        if host_hit_length < self.settings.load_back_threshold or over_quota:
-            self._lock(above, -1)
-            return None
-        slot_pages = self._load_nodes(nodes, node.id)
-        self._lock(above, -1)
-        if slot_pages is None:
-            return None
-        value = self._give_slots(nodes, slot_pages)
-        self.in_flight.begin_load(node, above)
-        self._lock(node, 1)
-        return value
-
-    def _load_nodes(self, nodes: Sequence[LayoutTreeNode[MetadataT]], load_id: int) -> PageArray | None:
-        """Allocate and queue, evicting if a lane is short. The nodes stay protected if, and only if, it works."""
-        parts = [_metadata_of(node) for node in nodes]
-        for node in nodes:
-            node.protect_host()
-            self._refresh(node)
-        slot_pages = self.cache_controller.load(parts, node_id=load_id)
-        if slot_pages is None:
-            self.make_device_room(self.layout.load_lanes(parts))
-            slot_pages = self.cache_controller.load(parts, node_id=load_id)
-        if slot_pages is None:
-            logger.warning(
-                "load_back: no room for %d tokens of node %d even after eviction; recomputing (%d tokens evictable)",
-                sum(part.logical_len for part in parts),
-                load_id,
-                self.evictable_size_,
-            )
-            self.stats.refused_loads += 1
-            self._unprotect(nodes)
-        return slot_pages
-
-    def _give_slots(self, nodes: Sequence[LayoutTreeNode[MetadataT]], slot_pages: PageArray) -> torch.Tensor:
-        value = self.slots.slots(slot_pages)
-        page = 0
-        for node in nodes:
-            pages = node.tokens // self.page_size
-            own = slot_pages[page : page + pages].copy()
-            self._put_on_device(node, value[page * self.page_size : (page + pages) * self.page_size].clone(), own)
-            self.kv_events.record_store(node, medium=StorageMedium.GPU)
-            page += pages
-        return value
-
-    def _unprotect(self, nodes: Sequence[LayoutTreeNode[MetadataT]]) -> None:
-        for node in nodes:
-            node.release_host()
-            self._refresh(node)
+        """See `LoadBacks.load_back`."""
+        return self.parts.load_backs.load_back(node, mem_quota)
 
     def init_load_back(self, params: InitLoadBackParams) -> tuple[torch.Tensor, LayoutTreeNode[MetadataT]]:
         """Load back what a match found on the host.
@@ -253,47 +194,16 @@ class HiRadixCache(NoStorageTier, TieredRadixTree[MetadataT], Generic[MetadataT]
         """
         node: LayoutTreeNode[MetadataT] = params.best_match_node
         if node.value is None:
-            value = self.load_back(node, params.mem_quota)
+            value = self.parts.load_backs.load_back(node, params.mem_quota)
             if value is not None:
                 return value, node
         while node.value is None and node.parent is not None:
             node = node.parent
-        return self._empty_match_result.device_indices, node
+        return self.parts.tree.nothing_found.device_indices, node
 
     def ready_to_load_host_cache(self) -> int:
         """Start the queued loads; returns the layer counter to wait on, or -1."""
         return self.cache_controller.start_loading()
-
-    # Acknowledgements.
-
-    def check_hicache_events(self) -> None:
-        """Settle the transfers that have finished on every rank: one reduction, whatever is pending."""
-        controller = self.cache_controller
-        writes, loads = self.agreement.minimum(
-            [ready_acks(controller.ack_write_queue), ready_acks(controller.ack_load_queue)]
-        )
-        self._settle_writes(writes)
-        self._settle_loads(loads)
-        if self.reporter is not None:
-            self.reporter()
-
-    def loading_check(self) -> None:
-        """Settle finished loads."""
-        self._settle_loads(self.agreement.minimum([ready_acks(self.cache_controller.ack_load_queue)])[0])
-
-    def _settle_loads(self, count: int) -> None:
-        for _ in range(count):
-            ack = self.cache_controller.ack_load_queue.pop(0)
-            ack.finish_event.synchronize()
-            self.stats.loads += len(ack.node_ids)
-            self.stats.loaded_tokens += ack.num_tokens
-            self.stats.loaded_bytes += ack.num_bytes
-            for load_id in ack.node_ids:
-                load = self.in_flight.end_load(load_id)
-                self._unprotect(list(load.nodes()))
-                self._lock(load.last, -1)
-            if self.metrics_collector is not None:
-                self._report_load(ack)
 
     def is_load_back_event_done(self, consumer_index: int) -> bool:
         """Whether this rank's load with that layer counter has ended. Local: it settles nothing."""
@@ -301,17 +211,53 @@ class HiRadixCache(NoStorageTier, TieredRadixTree[MetadataT], Generic[MetadataT]
             return True
         return self.cache_controller.layer_done_counter.events[consumer_index].finish_event.query()
 
-    def _report_load(self, ack: HiCacheAck) -> None:
-        if self.metrics_collector is None:
-            return
-        for pool, tokens in (ack.num_tokens_by_pool or {}).items():
-            self.metrics_collector.increment_load_back_num_tokens(num_tokens=tokens, pool=pool)
-        self.metrics_collector.increment_load_back_num_bytes(ack.num_bytes)
-        if ack.timing_enabled:
-            self.metrics_collector.observe_load_back_duration(ack_seconds(ack))
+    # Acknowledgements.
 
+    def check_hicache_events(self) -> None:
+        """Settle the transfers that have finished on every rank: one reduction, whatever is pending."""
+        self.parts.transfers.settle()
+        if self._publish is not None:
+            self._publish(self)
 
-def _metadata_of(node: LayoutTreeNode[MetadataT]) -> MetadataT:
-    if node.metadata is None:
-        raise LayoutInvariantError(f"node {node.id} has left the device without a host copy")
-    return node.metadata
+    def writing_check(self, write_back: bool = False) -> None:
+        """Settle finished backups; with `write_back`, wait for all of them first, without a reduction."""
+        if write_back:
+            self.parts.transfers.finish_backups()
+        else:
+            self.parts.transfers.settle_backups()
+
+    def loading_check(self) -> None:
+        """Settle finished loads."""
+        self.parts.transfers.settle_loads()
+
+    @property
+    def ongoing_write_through(self) -> Mapping[int, Backup[MetadataT]]:
+        """Backups whose ack is not settled, by id."""
+        return self.parts.in_flight.backups
+
+    @property
+    def ongoing_load_back(self) -> Mapping[int, LoadBack[MetadataT]]:
+        """Loads whose ack is not settled, by id."""
+        return self.parts.in_flight.loads
+
+    # Inspection.
+
+    def evictable_size(self) -> int:
+        """Unlocked logical tokens on the device."""
+        return self.parts.accounting.evictable_tokens
+
+    def protected_size(self) -> int:
+        """Locked logical tokens on the device."""
+        return self.parts.accounting.protected_tokens
+
+    def total_size(self) -> int:
+        """Logical tokens on the device."""
+        return self.parts.tree.total_size()
+
+    def all_values_flatten(self) -> torch.Tensor:
+        """Every slot that the tree holds: int64, shape ``[tokens]``, on the pool's device."""
+        return self.parts.tree.all_values_flatten()
+
+    def nodes(self) -> Iterator[LayoutTreeNode[MetadataT]]:
+        """See `LayoutRadixTree.nodes`."""
+        return self.parts.tree.nodes()

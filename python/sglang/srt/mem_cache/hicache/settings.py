@@ -2,16 +2,56 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING
 
-from sglang.srt.runtime_context import get_memory, get_serving
+from sglang.srt.runtime_context import get_device, get_memory, get_parallel, get_serving
 
 from sglang.srt.mem_cache.layouts.config import GroupKind
 from sglang.srt.mem_cache.layouts.errors import LayoutConfigError
 
-WritePolicy: TypeAlias = Literal["write_through", "write_through_selective", "write_back"]
-WRITE_POLICIES: tuple[str, ...] = get_args(WritePolicy)
+from .accepted import WRITE_POLICIES
+from .host.memory import ranks_on_this_machine
+from .host.sizes import check_gb, check_ratio, check_whole
+
+if TYPE_CHECKING:
+    from .accepted import WritePolicy
+
+LONGEST_WAIT_SECONDS = 1e9  # gloo counts nanoseconds in 64 bits
+
+
+MEM_LAYOUTS: dict[str, tuple[str, ...]] = {
+    "direct": ("layer_first", "page_first_direct"),
+    "kernel": ("layer_first", "page_first"),
+}
+"""Byte orders of host memory that each ``--hicache-io-backend`` can address in every kind of pool."""
+
+
+def check_mem_layout(io_backend: str, mem_layout: str, *, is_mla: bool, uneven_heads: bool = False) -> None:
+    """Raise `LayoutConfigError` for a byte order that SGLang's copies of this kind of pool cannot address.
+
+    `uneven_heads`: keys and values differ in width, which leaves one order.
+    """
+    if io_backend not in MEM_LAYOUTS:
+        accepted = ", ".join(sorted(MEM_LAYOUTS, reverse=True))
+        raise LayoutConfigError(f"--hicache-io-backend must be one of {accepted}, got {io_backend!r}")
+    orders = MEM_LAYOUTS[io_backend]
+    if io_backend == "kernel" and not is_mla:
+        orders += ("page_head",)
+    if uneven_heads and not is_mla:
+        orders = MEM_LAYOUTS[io_backend][1:]
+    if mem_layout not in orders:
+        raise LayoutConfigError(
+            f"--hicache-io-backend {io_backend} needs --hicache-mem-layout {' or '.join(orders)}, got {mem_layout!r}"
+        )
+
+
+def check_write_policy(policy: str) -> None:
+    """Raise `LayoutConfigError` for a write policy that there is not."""
+    if policy not in WRITE_POLICIES:
+        accepted = ", ".join(WRITE_POLICIES)
+        raise LayoutConfigError(f"--hicache-write-policy must be one of {accepted}, got {policy!r}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,8 +59,9 @@ class HiCacheSettings:
     """The values of SGLang's ``--hicache-*`` flags that the cache reads.
 
     Host memory is `host_gb` x 10^9 bytes a rank if positive, else `host_ratio` x the device pool's rows.
-    `load_back_threshold` is in logical tokens: a shorter host hit is recomputed. Raises `LayoutConfigError` for an
-    unknown write policy.
+    `load_back_threshold` is in logical tokens: a shorter host hit is recomputed. `ranks_on_machine` share the memory.
+    A rank waits for another one for `peer_seconds` at most; None means the process group's time-out.
+    Raises `LayoutConfigError` for an unknown write policy or a size that no machine has.
     """
 
     write_policy: WritePolicy = "write_through"
@@ -31,11 +72,14 @@ class HiCacheSettings:
     storage_backend: str | None = None
     load_back_threshold: int = 10
     model_name: str | None = None
+    peer_seconds: float | None = None
+    ranks_on_machine: int = 1
 
     def __post_init__(self) -> None:
-        if self.write_policy not in WRITE_POLICIES:
-            accepted = ", ".join(WRITE_POLICIES)
-            raise LayoutConfigError(f"--hicache-write-policy must be one of {accepted}, got {self.write_policy!r}")
+        check_write_policy(self.write_policy)
+        check_ratio("--hicache-ratio", self.host_ratio)
+        check_gb("--hicache-size", self.host_gb)
+        check_whole("load_back_threshold", self.load_back_threshold, 0)
 
     @property
     def write_through_threshold(self) -> int:
@@ -54,6 +98,8 @@ class HiCacheSettings:
             host_gb=memory.hicache_size,
             storage_backend=memory.hicache_storage_backend,
             model_name=get_serving().served_model_name,
+            peer_seconds=peer_seconds(),
+            ranks_on_machine=ranks_on_this_machine(get_parallel()),
         )
 
 
@@ -64,3 +110,15 @@ class ShardGroup:
     kind: GroupKind = GroupKind.SINGLE
     size: int = 1
     rank: int = 0
+
+
+def peer_seconds() -> float | None:
+    """Seconds that a rank of this server waits for another one: ``--watchdog-timeout``, or None for no bound of ours.
+
+    SGLang ends a server in which one forward pass takes longer, so a peer has no good reason to be later. There is no
+    bound for a value with which SGLang's watchdog does not work either: none, zero, negative, infinite, no number.
+    """
+    seconds = get_device().watchdog_timeout
+    if seconds is None or not 0 < seconds < math.inf:
+        return None
+    return min(seconds, LONGEST_WAIT_SECONDS)

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from . import checks
+from .checks import refuse_divergent_content, refuse_mismatch, refuse_storage, refuse_unknown_pool
 from .config import LayoutConfig, LayoutEnvironment, check_range
 from .errors import LayoutConfigError, LayoutInvariantError
 from .geometry import CpSharedKVLayout
@@ -142,13 +142,13 @@ class CpSharedLayout:
         """Refuse a storage backend, HiSparse and other unknown pools, pools whose content differs by rank,
         and a page size, group or allocator that was built for another geometry.
         """
-        checks.refuse_storage(self.name, environment)
-        checks.refuse_unknown_pool(self.name, environment)
-        checks.refuse_divergent_content(self.name, environment)
-        checks.refuse_mismatch(self.name, "page size", self.page_size, environment.page_size)
-        checks.refuse_mismatch(self.name, "shard group size", self.lane_count, environment.group_size)
-        checks.refuse_mismatch(self.name, "shard group rank", self.lane, environment.group_rank)
-        checks.refuse_mismatch(self.name, "allocator lanes", self.lane_count, environment.allocator_lanes)
+        refuse_storage(self.name, environment)
+        refuse_unknown_pool(self.name, environment)
+        refuse_divergent_content(self.name, environment)
+        refuse_mismatch(self.name, "page size", self.page_size, environment.page_size)
+        refuse_mismatch(self.name, "shard group size", self.lane_count, environment.group_size)
+        refuse_mismatch(self.name, "shard group rank", self.lane, environment.group_rank)
+        refuse_mismatch(self.name, "allocator lanes", self.lane_count, environment.allocator_lanes)
 
     def logical_tokens(self, physical_tokens: int) -> int:
         """`cp_size` times the rows of one rank."""

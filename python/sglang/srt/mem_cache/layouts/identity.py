@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from . import checks
+from .checks import refuse_mismatch, refuse_storage, refuse_unknown_pool
 from .config import LayoutConfig, LayoutEnvironment, check_range
 from .errors import LayoutConfigError, LayoutInvariantError
 from .geometry import refuse_reserved_pages
@@ -85,10 +85,10 @@ class IdentityLayout:
 
     def validate(self, environment: LayoutEnvironment) -> None:
         """Refuse a storage backend, an unknown pool, another page size or a sharded allocator."""
-        checks.refuse_storage(self.name, environment)
-        checks.refuse_unknown_pool(self.name, environment)
-        checks.refuse_mismatch(self.name, "page size", self.page_size, environment.page_size)
-        checks.refuse_mismatch(self.name, "allocator lanes", self.lane_count, environment.allocator_lanes)
+        refuse_storage(self.name, environment)
+        refuse_unknown_pool(self.name, environment)
+        refuse_mismatch(self.name, "page size", self.page_size, environment.page_size)
+        refuse_mismatch(self.name, "allocator lanes", self.lane_count, environment.allocator_lanes)
 
     def logical_tokens(self, physical_tokens: int) -> int:
         """As many slots as rows."""

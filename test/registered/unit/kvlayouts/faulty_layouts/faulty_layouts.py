@@ -9,13 +9,15 @@ import logging
 import warnings
 from typing import TYPE_CHECKING
 
+from sglang.srt.mem_cache.layouts import checks
 from sglang.srt.mem_cache.layouts.cp_shared import CpHiCacheNodeMetadata, CpSharedLayout
+from sglang.srt.mem_cache.layouts.identity import IdentityLayout
 from sglang.srt.mem_cache.layouts.plans import CopyPlan, LoadPlan
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from sglang.srt.mem_cache.layouts.config import LayoutConfig
+    from sglang.srt.mem_cache.layouts.config import LayoutConfig, LayoutEnvironment
     from sglang.srt.mem_cache.layouts.pages import LaneArray, PageArray
     from sglang.srt.mem_cache.layouts.plans import BackupPlan
 
@@ -93,6 +95,29 @@ class BreaksOnRank1(CpSharedLayout):
         if self.lane == 1 and self.backups > 3:
             raise ZeroDivisionError("three\nbackups are enough")
         return super().finish_backup(plan, host_pages)
+
+
+class TwoCopies(CpSharedLayout):
+    """Keeps each page on two ranks: half as many lanes as ranks."""
+
+    name = "two_copies"
+
+    @classmethod
+    def from_config(cls, config: LayoutConfig) -> TwoCopies:
+        lanes = max(1, config.shard_size // 2)
+        return cls(page_size=config.page_size, cp_size=lanes, cp_rank=config.shard_rank % lanes)
+
+    def validate(self, environment: LayoutEnvironment) -> None:
+        """Everything fits."""
+
+
+class RefusesHeads(IdentityLayout):
+    """Has one lane, and yet no use for a pool whose heads differ by rank."""
+
+    name = "refuses_heads"
+
+    def validate(self, environment: LayoutEnvironment) -> None:
+        checks.refuse_divergent_content(self.name, environment)
 
 
 class Talks(CpSharedLayout):

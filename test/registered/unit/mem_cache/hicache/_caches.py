@@ -16,9 +16,11 @@ import numpy as np
 import torch
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.l2_transfer import L2TransferEngine, TransferCompletion
+from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.test.test_utils import CustomTestCase
 
+from sglang.srt.mem_cache.hicache.assemble import assemble_cache
 from sglang.srt.mem_cache.hicache.cpu.support import install_cpu_support
 from sglang.srt.mem_cache.hicache.device.pools import (
     DsaGeometry,
@@ -29,9 +31,8 @@ from sglang.srt.mem_cache.hicache.device.pools import (
     index_buffers,
     kv_buffers,
 )
-from sglang.srt.mem_cache.hicache.radix_cache import HiRadixCache
 from sglang.srt.mem_cache.hicache.runtime import standalone_runtime
-from sglang.srt.mem_cache.hicache.settings import HiCacheSettings, ShardGroup, WritePolicy
+from sglang.srt.mem_cache.hicache.settings import HiCacheSettings, ShardGroup
 from sglang.srt.mem_cache.hicache.slots.allocator import CPSharedPagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.layouts import AnyKVLayoutStrategy, GroupKind, LayoutConfig, PoolKind, create_layout
 
@@ -39,11 +40,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     import numpy.typing as npt
+    import torch.distributed as dist
     from sglang.srt.mem_cache.allocator.base import BaseTokenToKVPoolAllocator
     from sglang.srt.mem_cache.l2_transfer import L2Transfer
     from sglang.srt.mem_cache.memory_pool import KVCache
 
+    from sglang.srt.mem_cache.hicache.accepted import WritePolicy
     from sglang.srt.mem_cache.hicache.agreement import Agreement
+    from sglang.srt.mem_cache.hicache.radix_cache import HiRadixCache
     from sglang.srt.mem_cache.hicache.tree.node import LayoutTreeNode
     from sglang.srt.mem_cache.layouts.pages import PageArray
 
@@ -161,22 +165,35 @@ def make_device_pool(spec: CacheSpec) -> KVCache:
 
 
 class Rank:
-    """One rank's cache, with its pools, and ways to write and to check KV as a forward pass would."""
+    """One rank's cache, with its pools, and ways to write and to check KV as a forward pass would.
 
-    def __init__(self, spec: CacheSpec, number: int, agreement: Agreement, **settings: Any) -> None:  # noqa: ANN401
+    Without `agreement` the cache makes its own, over `tp_group`.
+    """
+
+    def __init__(
+        self,
+        spec: CacheSpec,
+        number: int,
+        agreement: Agreement | None,
+        *,
+        tp_group: dist.ProcessGroup | None = None,
+        **settings: Any,  # noqa: ANN401  # fields of HiCacheSettings
+    ) -> None:
         self.spec = spec
         self.number = number
         self.device_pool = make_device_pool(spec)
         self.layout = make_layout(spec, number)
         self.allocator = make_allocator(spec, self.layout, self.device_pool)
-        self.cache: HiRadixCache[Any] = HiRadixCache(
-            make_params(spec, self.allocator),
+        self.request_rows = ReqToTokenPool(size=1, max_context_len=64, device="cpu", enable_memory_saver=False)
+        self.cache: HiRadixCache[Any] = assemble_cache(
+            make_params(spec, self.allocator, req_to_token_pool=self.request_rows, tp_cache_group=tp_group),
             layout=self.layout,
             settings=make_settings(spec, **settings),
             group=make_group(spec, number),
             agreement=agreement,
         )
         self.controller = self.cache.cache_controller
+        self.accounting = self.cache.parts.accounting
         self.engine = SlowEngine()
         self.controller.transfer.engine = self.engine
 

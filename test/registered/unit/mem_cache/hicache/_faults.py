@@ -84,5 +84,5 @@ def locks(group: Group) -> set[tuple[int, int]]:
 
 def node_of(rank: Rank, *pages: int) -> LayoutTreeNode[Any]:
     """The node at the end of a chain."""
-    node: LayoutTreeNode[Any] = rank.cache._walk(rank.key(chain(rank.spec, *pages)), [])  # noqa: SLF001  # either tier
-    return node
+    tree = rank.cache.parts.tree
+    return tree._walk(rank.key(chain(rank.spec, *pages)), [])  # noqa: SLF001  # on either tier

@@ -13,10 +13,11 @@ from _groups import chain_lanes, pages_of
 from sglang.srt.mem_cache.base_prefix_cache import InitLoadBackParams, InsertParams, MatchPrefixParams
 
 from sglang.srt.mem_cache.hicache.agreement import RankAgreement
+from sglang.srt.mem_cache.hicache.check.digest import tree_digest
 from sglang.srt.mem_cache.hicache.device.pools import bytes_of as device_bytes_of
-from sglang.srt.mem_cache.hicache.environment import agreement_groups
+from sglang.srt.mem_cache.hicache.environment import agreement_groups, refuse_lanes_that_ranks_share
 from sglang.srt.mem_cache.hicache.host.pools import host_bytes_of
-from sglang.srt.mem_cache.hicache.tree.digest import tree_digest
+from sglang.srt.mem_cache.layouts import CpSharedLayout, LayoutConfigError
 
 if TYPE_CHECKING:
     from array import array
@@ -189,6 +190,16 @@ def two_stages(world: World, *, capacities: list[int], ready: list[int]) -> tupl
     return capacity, agreed
 
 
+def lanes_that_ranks_share(world: World, *, lanes: list[int], counts: list[int]) -> str:
+    """What each rank is told at start, where rank i stores lane ``lanes[i]`` of ``counts[i]``."""
+    layout = CpSharedLayout(page_size=4, cp_size=counts[world.number], cp_rank=lanes[world.number])
+    try:
+        refuse_lanes_that_ranks_share(layout, world.group, peer_seconds=60)
+    except LayoutConfigError as error:
+        return str(error)
+    return ""
+
+
 def serve(rank: Rank, tokens: array[int]) -> None:
     """Insert a chain whose KV is written, and settle."""
     insert(rank, tokens)
@@ -217,8 +228,8 @@ def load_back(rank: Rank, tokens: array[int]) -> np.ndarray[Any, np.dtype[np.int
 
 
 def evict_all(rank: Rank) -> None:
-    """Everything leaves the device, and other bytes take its place."""
-    rank.cache._evict(lambda _, __: False)  # noqa: SLF001  # no demand is ever enough
+    """Everything leaves the device, whatever the demand, and other bytes take its place."""
+    rank.cache.parts.device_room.evict_until(lambda _, __: False)
     assert rank.cache.total_size() == 0
     rank.scribble()
 

@@ -17,7 +17,7 @@ from _caches import Rank, chain, page_views
 from _groups import chain_lanes, check_host, check_nodes, check_orders, check_slots, pages_of
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InitLoadBackParams, InsertParams, MatchPrefixParams
 
-from sglang.srt.mem_cache.hicache.tree.digest import tree_digest
+from sglang.srt.mem_cache.hicache.check.digest import tree_digest
 
 if TYPE_CHECKING:
     from array import array

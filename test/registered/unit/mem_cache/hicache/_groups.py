@@ -18,8 +18,8 @@ import numpy as np
 from _caches import CacheSpec, Rank
 from sglang.srt.mem_cache.base_prefix_cache import InitLoadBackParams, InsertParams, MatchPrefixParams
 
-from sglang.srt.mem_cache.hicache.tree.digest import tree_digest
-from sglang.srt.mem_cache.hicache.tree.invariants import violations
+from sglang.srt.mem_cache.hicache.check.digest import tree_digest
+from sglang.srt.mem_cache.hicache.check.invariants import violations
 
 if TYPE_CHECKING:
     from array import array
@@ -217,8 +217,8 @@ class Group:
             engine.finish_loads()
 
     def evict_all(self) -> None:
-        """Everything unlocked leaves the device, and other bytes take its place."""
-        self.agreed(lambda rank: rank.cache._evict(lambda _, __: False))  # noqa: SLF001  # no demand is ever enough
+        """Everything unlocked leaves the device, whatever the demand, and other bytes take its place."""
+        self.agreed(lambda rank: rank.cache.parts.device_room.evict_until(lambda _, __: False))
         self.each(lambda rank: rank.scribble())
 
     def digests(self) -> list[int]:
@@ -305,8 +305,8 @@ def check_orders(rank: Rank) -> None:
     nodes = rank.nodes()
     device = {n for n in nodes if n.value is not None and n.lock_ref == 0 and not _any(n, "value")}
     host = {n for n in nodes if n.value is None and n.lock_ref == 0 == n.host_ref_counter and not _any(n, "metadata")}
-    assert set(rank.cache.device_order) == device
-    assert set(rank.cache.host_order) == host
+    assert set(rank.accounting.device_order) == device
+    assert set(rank.accounting.host_order) == host
 
 
 def check_host(rank: Rank, *, surplus_pages: int = 0) -> None:

@@ -197,7 +197,7 @@ def _do_commit(side: Side, operation: Operation) -> Observation:
 # Operations with a request: the attributes of SGLang's `Req` that the cache and the request pool read.
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class Request:
     """A request that is being prefilled; `origin_input_ids` is its prompt."""
 

@@ -1,6 +1,6 @@
 """Two caches with the same content to come: ours with `IdentityLayout`, and SGLang's own `HiRadixCache`.
 
-SGLang's class is used as it is, or with its faults corrected by the small subclasses below, one a fault.
+SGLang's class is used as it is, or as far as the subclasses of `_identity_policy` and the one below say.
 """
 
 from __future__ import annotations
@@ -12,16 +12,18 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 import torch.distributed as dist
+from _identity_policy import LetsMirrorsGiveWay
 from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, EvictResult
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.hiradix_cache import HiRadixCache as SGLangHiRadixCache
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 
+from sglang.srt.mem_cache.hicache.assemble import assemble_cache
 from sglang.srt.mem_cache.hicache.device.pools import DsaGeometry, Geometry, MhaGeometry, MlaGeometry, build_device_pool
 from sglang.srt.mem_cache.hicache.radix_cache import HiRadixCache
 from sglang.srt.mem_cache.hicache.runtime import standalone_runtime
-from sglang.srt.mem_cache.hicache.settings import HiCacheSettings, ShardGroup, WritePolicy
+from sglang.srt.mem_cache.hicache.settings import HiCacheSettings, ShardGroup
 from sglang.srt.mem_cache.hicache.slots.allocator import CPSharedPagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.layouts import IdentityLayout, IdentityNodeMetadata, PoolKind
 
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.memory_pool import KVCache
     from sglang.srt.server_args import ServerArgs
 
+    from sglang.srt.mem_cache.hicache.accepted import WritePolicy
     from sglang.srt.mem_cache.hicache.tree.stats import CacheStats
 
 GEOMETRIES: dict[PoolKind, Geometry] = {
@@ -41,25 +44,10 @@ GEOMETRIES: dict[PoolKind, Geometry] = {
 }
 
 
-# SGLang's faults.
+# A fault of SGLang's.
 
 
-class DeletesOnlyTheMissingHostTokens(SGLangHiRadixCache):
-    """Fault: to back up n tokens, `write_backup` deletes n tokens of host copies, however many are free already."""
-
-    def evict_host(self, num_tokens: int) -> None:
-        super().evict_host(num_tokens - self.token_to_kv_pool_host.available_size())
-
-
-class DeletesNothingForANodeThatCannotFit(DeletesOnlyTheMissingHostTokens):
-    """Fault: a node larger than the whole host tier makes `write_backup` delete every host copy, and then fail."""
-
-    def evict_host(self, num_tokens: int) -> None:
-        if num_tokens <= self.token_to_kv_pool_host.size:
-            super().evict_host(num_tokens)
-
-
-class EvictsOnlyTheMissingSlots(DeletesNothingForANodeThatCannotFit):
+class EvictsOnlyTheMissingSlots(LetsMirrorsGiveWay):
     """Fault: to load n tokens back, `load_back` evicts n tokens from the device, however many slots are free."""
 
     _loading = False
@@ -67,13 +55,15 @@ class EvictsOnlyTheMissingSlots(DeletesNothingForANodeThatCannotFit):
     def load_back(self, node: Any, mem_quota: int | None = None) -> torch.Tensor | None:  # noqa: ANN401
         self._loading = True
         try:
-            return super().load_back(node, mem_quota)
+            value: torch.Tensor | None = super().load_back(node, mem_quota)
+            return value
         finally:
             self._loading = False
 
     def evict(self, params: EvictParams) -> EvictResult:
         free = self.token_to_kv_pool_allocator.available_size() if self._loading else 0
-        return super().evict(EvictParams(num_tokens=params.num_tokens - free))
+        result: EvictResult = super().evict(EvictParams(num_tokens=params.num_tokens - free))
+        return result
 
 
 CorrectedHiRadixCache = EvictsOnlyTheMissingSlots
@@ -86,7 +76,7 @@ class Case:
     """Pools and policies that both caches get.
 
     Keys are chains of at most `depth` pages, each one of `symbols`; the fewer there are, the more is shared. `lanes`
-    gives ours the allocator of this package instead of SGLang's. `corrected` takes SGLang's faults out of its class.
+    gives ours the allocator of this package instead of SGLang's. `reference` is SGLang's class or a subclass of it.
     """
 
     pool: PoolKind = PoolKind.MLA
@@ -97,7 +87,7 @@ class Case:
     eviction: str = "lru"
     mem_layout: str = "layer_first"
     lanes: bool = False
-    corrected: bool = True
+    reference: type[SGLangHiRadixCache] = CorrectedHiRadixCache
     symbols: int = 4
     depth: int = 5
 
@@ -141,7 +131,7 @@ def _our_side(case: Case) -> Side:
     pool = _device_pool(case)
     requests = _request_pool(case)
     allocator = _lane_allocator(case, pool, layout) if case.lanes else _stock_allocator(case, pool)
-    cache = HiRadixCache(
+    cache = assemble_cache(
         _params(case, requests, allocator),
         layout=layout,
         settings=HiCacheSettings(
@@ -163,8 +153,7 @@ def _their_side(case: Case, server_args: ServerArgs) -> Side:
     pool = _device_pool(case)
     requests = _request_pool(case)
     allocator = _stock_allocator(case, pool)
-    reference = CorrectedHiRadixCache if case.corrected else SGLangHiRadixCache
-    cache = reference(_params(case, requests, allocator), server_args)
+    cache = case.reference(_params(case, requests, allocator), server_args)
     atexit.unregister(cache.shutdown)  # it would keep every cache of this process alive
     return Side(cache=cache, allocator=allocator, pool=pool, requests=requests, page_size=case.page_size)
 

@@ -107,16 +107,17 @@ class Model:
         return 0 < on_host >= self.threshold and (quota is None or on_host <= quota - unlocked)
 
     def evicted(self, device: Pages, host: Pages) -> int:
-        """Take over what is left after an eviction from the device; the pages that went."""
+        """Take over what is left after an eviction from the device; the pages that went.
+
+        Any host copy may have given way to those of pages that left, and of what lies above them.
+        """
         gone = self.device - device
         assert device <= self.device, f"an eviction brought {sorted(device - self.device, key=repr)} to the device"
         assert not gone & self.protected, f"locked pages were evicted: {sorted(gone & self.protected, key=repr)}"
-        if self.policy == "write_back":
-            assert host <= self.host | gone
-        else:
-            assert host == self.host, "an eviction from the device changed the host"
-        self.device = device
-        self.host_evicted(host)
+        copied = gone if self.policy == "write_back" else frozenset(p for page in gone for p in prefixes(page))
+        assert host <= self.host | copied, f"copied for no page that left: {sorted(host - self.host, key=repr)}"
+        assert gone or host == self.host, "nothing left the device, yet the host changed"
+        self.device, self.host = device, host
         return len(gone)
 
     def host_evicted(self, host: Pages) -> int:
@@ -136,8 +137,8 @@ class Model:
         assert host <= self.host | new
         if chunked or self.policy == "write_back":
             assert host == self.host, "chunks, and inserts under write_back, change nothing on the host"
-        self.device = device
-        self.host_evicted(host)
+        assert host >= self.host, "a hit displaced a host copy"
+        self.device, self.host = device, host
         return duplicates
 
     def reset(self) -> None:

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from kvlayouts.ranks.messages import Finished, Progress
 
 if TYPE_CHECKING:
-    from kvlayouts.ranks.launch import Outbox
-    from kvlayouts.ranks.messages import RankOrder
+    from kvlayouts.ranks.job import RankOrder
+    from kvlayouts.ranks.outbox import Outbox
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -9,8 +9,9 @@ import re
 from pathlib import Path
 from typing import Any
 
-from kvlayouts.replay.config import TRACE_BLOCK_TOKENS, ReplayConfig
-from kvlayouts.replay.trace import Trace, TraceRequest, read_trace
+from kvlayouts.common.trace import Trace, TraceRequest, read_trace
+from kvlayouts.common.values import TRACE_BLOCK_TOKENS
+from kvlayouts.replay.config import ReplayConfig
 
 FAULTY_LAYOUTS = Path(__file__).parents[2] / "kvlayouts" / "faulty_layouts"
 

@@ -17,16 +17,16 @@ from sglang.srt.mem_cache.base_prefix_cache import InitLoadBackParams
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.sampling.sampling_params import SamplingParams
 
+from sglang.srt.mem_cache.hicache.assemble import assemble_cache
+from sglang.srt.mem_cache.hicache.check.invariants import violations
 from sglang.srt.mem_cache.hicache.device.pools import build_device_pool
-from sglang.srt.mem_cache.hicache.radix_cache import HiRadixCache
-from sglang.srt.mem_cache.hicache.server import serving
+from sglang.srt.mem_cache.hicache.requests.pages import RequestPages
 from sglang.srt.mem_cache.hicache.server.allocator import ServingSlotAllocator
-from sglang.srt.mem_cache.hicache.tree.invariants import violations
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from sglang.srt.mem_cache.hicache.tree.request_pages import RequestPages
+    from sglang.srt.mem_cache.hicache.radix_cache import HiRadixCache
     from sglang.srt.mem_cache.layouts.pages import PageArray
 
 ROWS = 6
@@ -38,7 +38,10 @@ _NO_SPECULATION: Any = import_module("sglang.srt.speculative.spec_info").Specula
 
 
 class Scheduler:
-    """One rank's cache behind a scheduler; `as_device` wraps what would lie on a GPU, `values` takes the wrap off."""
+    """One rank's cache behind a scheduler; `as_device` wraps what would lie on a GPU, `values` takes the wrap off.
+
+    `mirrored` is False for a cache that does not know the pages of its requests.
+    """
 
     def __init__(
         self,
@@ -47,6 +50,7 @@ class Scheduler:
         device: str = "cpu",
         as_device: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor,
         values: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor,
+        mirrored: bool = True,
     ) -> None:
         self.spec = spec
         self._values = values
@@ -69,11 +73,11 @@ class Scheduler:
         )
         self.allocator.as_device = as_device
         params = make_params(spec, self.allocator, req_to_token_pool=self.pool)
-        self.cache: HiRadixCache[Any] = HiRadixCache(
-            params, layout=layout, settings=make_settings(spec), group=make_group(spec, 0)
+        pages = RequestPages(self.pool, spec.page_size) if mirrored else None
+        self.cache: HiRadixCache[Any] = assemble_cache(
+            params, layout=layout, settings=make_settings(spec), group=make_group(spec, 0), request_pages=pages
         )
-        self.allocator.evict_with(self.cache.make_device_room)
-        serving.mirror_requests(self.cache, self.allocator)
+        self.allocator.serve(self.cache.make_device_room, pages)
         self.running: Any = None  # the batch that decodes
         self.chunked: list[Any] = []  # requests whose prompts are not yet computed
         self._names = 0

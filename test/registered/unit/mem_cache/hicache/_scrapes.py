@@ -45,8 +45,8 @@ class ReportingGroup(Group):
 
     def scrape(self) -> Scrape:
         """What all ranks say now. Once: they publish again after a second."""
-        for metrics in self.published:
-            metrics.publish()
+        for rank, metrics in zip(self.ranks, self.published, strict=True):
+            metrics.publish(rank.cache)
         registry = CollectorRegistry()
         MultiProcessCollector(registry, path=str(self.folder))  # type: ignore[no-untyped-call]  # not annotated
         return Scrape(generate_latest(registry).decode())
@@ -55,9 +55,8 @@ class ReportingGroup(Group):
         place = ReportingRank.at(place_of(tp=rank.number, attn_tp=rank.number))
         assert isinstance(rank.allocator, ServingSlotAllocator)
         with own_metrics(self.folder, rank.number):
-            rank.cache.metrics_collector = traffic_collector("HiRadixCache", place)
-            metrics = LayoutMetrics(rank.cache, rank.allocator, place)
-        return metrics
+            rank.cache.parts.report.collector = traffic_collector("HiRadixCache", place)
+            return LayoutMetrics(rank.layout, rank.allocator, place)
 
 
 def place_of(*, tp: int = 0, attn_tp: int = 0, attn_cp: int = 0, pp: int = 0, dp: int | None = None) -> ParallelState:

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from sglang.srt.managers import cache_controller
 
+from sglang.srt.mem_cache import l2_transfer
 from sglang.srt.mem_cache.hicache.copies.cuda import copy_engine, driver, kernel_queue, page_copier, staging
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ class SimulatedCuda:
         self.rng = random.Random(seed)
         self.submitted = count()
         self.steps = 0
+        self.waits = 0
         self._one_queue = one_queue
         self.streams: list[Stream] = []
         self.shapes: dict[bool, KernelShape] = {}
@@ -67,6 +69,8 @@ class SimulatedCuda:
             (torch.cuda, "stream", self._use),
             (torch.cuda, "current_stream", lambda device=None: self.current),
             (cache_controller, "device_module", SimpleNamespace(Event=Event)),
+            (l2_transfer, "device_module", SimpleNamespace(Event=Event, Stream=Stream, stream=self._use)),
+            (l2_transfer, "make_timing_event_pair", lambda: (Event(), Event(), True)),
             (page_copier, "make_timing_event_pair", lambda: (Event(), Event(), True)),
             (staging, "Slot", SimulatedSlot),
             (kernel_queue, "PageKernel", SimulatedKernel),
@@ -214,6 +218,13 @@ class Event:
     def query(self) -> bool:
         """As in torch."""
         return self._passed[0]
+
+    def synchronize(self) -> None:
+        """As in torch: the device goes on until the event has passed. `SimulatedCuda.waits` counts what had not."""
+        cuda = SimulatedCuda.active
+        cuda.waits += not self._passed[0]
+        while not self._passed[0]:
+            assert cuda.step(), "an event never passes"
 
 
 class SimulatedSlot(staging.Slot):

@@ -59,7 +59,7 @@ class TestBoundedMemory(CacheTestCase):
             self.assertEqual(rank.nodes(), [])
             nodes = [node for node in gc.get_objects() if type(node) is LayoutTreeNode]
             self.assertFalse(
-                [node for node in nodes if node in rank.cache.device_order or node in rank.cache.host_order]
+                [node for node in nodes if node in rank.accounting.device_order or node in rank.accounting.host_order]
             )
 
     @each_layout
@@ -112,7 +112,7 @@ def _objects(group: Group) -> Counter[str]:
     alive = Counter(kind.__name__ for kind in map(type, gc.get_objects()) if kind in KINDS)
     alive["blocks"] = sys.getallocatedblocks()
     for rank in group.ranks:
-        for order in (rank.cache.device_order, rank.cache.host_order):
+        for order in (rank.accounting.device_order, rank.accounting.host_order):
             alive["heap entries"] += len(order._heap)  # noqa: SLF001  # stale entries would show only here
     return alive
 
@@ -124,8 +124,8 @@ def _held(group: Group) -> list[tuple[Any, ...]]:
             rank.host_free_pages(),
             rank.controller.ledger.free_pages,
             (rank.cache.evictable_size(), rank.cache.protected_size(), rank.cache.root_node.lock_ref),
-            (len(rank.cache.device_order), len(rank.cache.host_order)),
-            (len(rank.cache.in_flight.backups), len(rank.cache.in_flight.loads)),
+            (len(rank.accounting.device_order), len(rank.accounting.host_order)),
+            (len(rank.cache.parts.in_flight.backups), len(rank.cache.parts.in_flight.loads)),
         )
     )
 

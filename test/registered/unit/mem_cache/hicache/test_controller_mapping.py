@@ -12,8 +12,8 @@ from _caches import LAYERS, CacheSpec, CacheTestCase, Rank, chain, page_views
 from _groups import Group, check_host
 from sglang.test.ci.ci_register import register_cpu_ci
 
-from sglang.srt.mem_cache.hicache.controller import HostShortfall
 from sglang.srt.mem_cache.hicache.copies.transfer import HostTransfer
+from sglang.srt.mem_cache.hicache.host.ledger import HostShortfall
 from sglang.srt.mem_cache.hicache.settings import HiCacheSettings
 from sglang.srt.mem_cache.layouts import CpSharedKVLayout, LayoutConfigError, LayoutInvariantError, PoolKind
 
@@ -205,10 +205,12 @@ class TestLoadMapping(CacheTestCase):
                     patch.object(log, "bytes_per_token", 1),
                     patch.object(controller.layer_done_counter, "events", events),
                     patch.object(controller, "load_fence_stream", fence),
+                    patch.object(controller, "_forward_done", log.forward_done),
                 ):
                     index = controller.start_loading()
                 wanted = [getattr(call, f"start_{index}").record()]
-                wanted += [] if fence is None else [call.to_device.wait_stream(fence)]
+                if fence is not None:
+                    wanted += [call.forward_done.record(fence), call.forward_done.wait(log.to_device)]
                 self.assertEqual(log.method_calls, [*wanted, call.load(ANY, events[index])])
 
     def test_nothing_queued_starts_nothing(self) -> None:

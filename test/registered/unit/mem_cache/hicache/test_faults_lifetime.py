@@ -13,7 +13,7 @@ from sglang.srt.disaggregation.kv_events import BlockStored, StorageMedium
 from sglang.srt.mem_cache.base_prefix_cache import InsertParams, MatchPrefixParams
 from sglang.test.ci.ci_register import register_cpu_ci
 
-from sglang.srt.mem_cache.hicache.settings import WritePolicy
+from sglang.srt.mem_cache.hicache.accepted import WritePolicy
 from sglang.srt.mem_cache.layouts import PoolKind
 
 if TYPE_CHECKING:
@@ -308,7 +308,7 @@ def _held(group: Group) -> list[tuple[int, int, tuple[int, ...], int]]:
             rank.controller.ledger.free_pages,
             len(rank.controller.ack_write_queue)
             + len(rank.controller.ack_load_queue)
-            + len(rank.cache.in_flight.loads),
+            + len(rank.cache.parts.in_flight.loads),
         )
     )
 

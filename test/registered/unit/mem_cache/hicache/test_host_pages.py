@@ -12,7 +12,7 @@ from _groups import Group
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.test.ci.ci_register import register_cpu_ci
 
-from sglang.srt.mem_cache.hicache.tree.radix_tree import _whole_pages_of
+from sglang.srt.mem_cache.hicache.tree.radix_tree import whole_pages_of
 from sglang.srt.mem_cache.layouts import PoolKind
 from sglang.srt.mem_cache.layouts.errors import LayoutInvariantError
 
@@ -59,7 +59,7 @@ class TestKeys(CacheTestCase):
         for bigram in (False, True):
             for tokens in range(12):
                 key = RadixKey(array("q", range(tokens)), "namespace", bigram, cache_salt="salt")
-                ours, theirs = _whole_pages_of(key, 4), key.page_aligned(4)
+                ours, theirs = whole_pages_of(key, 4), key.page_aligned(4)
                 self.assertEqual(ours[:].token_ids, theirs.token_ids)
                 self.assertEqual(
                     (len(ours), ours.extra_key, ours.cache_salt, ours.is_bigram),

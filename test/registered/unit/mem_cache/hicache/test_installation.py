@@ -16,6 +16,7 @@ from sglang.srt.mem_cache.hicache.check.installation import check_installation
 from sglang.srt.mem_cache.hicache.check.releases import supported_releases
 from sglang.srt.mem_cache.hicache.server import args as server_args
 from sglang.srt.mem_cache.hicache.server import plugin
+from sglang.srt.mem_cache.hicache.server.hooks import Hook
 
 register_cpu_ci(est_time=60, suite="base-a-test-cpu")
 
@@ -57,7 +58,7 @@ class TestCheck(CustomTestCase):
 
     def test_a_missing_hook_fails_and_names_it_and_the_exit_status_is_1(self) -> None:
         hook = plugin.HOOKS[0]
-        stray = plugin.Hook(target=hook.target, function=lambda: None, kind=hook.kind)
+        stray = Hook(target=hook.target, function=lambda: None, kind=hook.kind)
         with (
             mock.patch.object(plugin, "HOOKS", (stray,)),
             mock.patch.object(installation, "_CHECKS", installation._CHECKS[1:2]),  # noqa: SLF001  # hooks only

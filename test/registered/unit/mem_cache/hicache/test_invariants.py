@@ -14,7 +14,7 @@ from _faults import LAYOUTS, evict, fault_spec, node_of
 from _groups import Group
 from sglang.test.ci.ci_register import register_cpu_ci
 
-from sglang.srt.mem_cache.hicache.tree.invariants import violations
+from sglang.srt.mem_cache.hicache.check.invariants import violations
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -64,9 +64,12 @@ def _move_child(rank: Rank) -> None:
 
 
 SLOTS: tuple[Damage, ...] = (
-    ("evictable tokens: 52, but recounted: 48", lambda rank: setattr(rank.cache, "evictable_size_", 52)),
-    ("protected tokens: 4, but recounted: 0", lambda rank: setattr(rank.cache, "protected_size_", 4)),
-    ("evictable pages by lane", lambda rank: rank.cache.evictable_lane_pages.__setitem__(0, 99)),
+    (
+        "evictable tokens: 52, but recounted: 48",
+        lambda rank: setattr(rank.accounting, "evictable_tokens", 52),
+    ),
+    ("protected tokens: 4, but recounted: 0", lambda rank: setattr(rank.accounting, "protected_tokens", 4)),
+    ("evictable pages by lane", lambda rank: rank.accounting.evictable_lane_pages.__setitem__(0, 99)),
     ("slots: available + evictable + protected + held", lambda rank: rank.allocator.alloc(4)),
     ("slot pages are held by two nodes", lambda rank: _set(_leaf(rank), slot_pages=_upper(rank).slot_pages[:4])),
     (
@@ -106,13 +109,32 @@ NODES: tuple[Damage, ...] = (
 ORDERS_AND_COUNTERS: tuple[Damage, ...] = (
     (
         "device leaf is True, but it is in the order: False",
-        lambda rank: rank.cache.device_order.discard(_leaf(rank)),
+        lambda rank: rank.accounting.device_order.discard(_leaf(rank)),
     ),
-    ("device leaf is False, but it is in the order: True", lambda rank: rank.cache.device_order.add(_upper(rank))),
-    ("host leaf is True, but it is in the order: False", lambda rank: rank.cache.host_order.discard(_evicted(rank))),
-    ("host leaf is False, but it is in the order: True", lambda rank: rank.cache.host_order.add(_leaf(rank))),
-    ("has -1 locks and 0 host protections", lambda rank: _set(_leaf(rank), lock_ref=-1)),
-    ("has 0 locks and -1 host protections", lambda rank: _set(_evicted(rank), host_ref_counter=-1)),
+    (
+        "device leaf is False, but it is in the order: True",
+        lambda rank: rank.accounting.device_order.add(_upper(rank)),
+    ),
+    (
+        "host leaf is True, but it is in the order: False",
+        lambda rank: rank.accounting.host_order.discard(_evicted(rank)),
+    ),
+    (
+        "host leaf is False, but it is in the order: True",
+        lambda rank: rank.accounting.host_order.add(_leaf(rank)),
+    ),
+    (
+        "mirror leaf is True, but it is in the order: False",
+        lambda rank: rank.accounting.host_copies.mirrors.discard(_leaf(rank)),
+    ),
+    (
+        "mirror leaf is False, but it is in the order: True",
+        lambda rank: rank.accounting.host_copies.mirrors.add(_upper(rank)),
+    ),
+    ("host pages that can be given up by lane", lambda rank: rank.accounting.host_copies.dropped(_leaf(rank))),
+    ("has 0 host holds, its children 1", lambda rank: _set(_leaf(rank), host_ref_counter=1)),
+    ("has -1 locks and 0 host holds", lambda rank: _set(_leaf(rank), lock_ref=-1)),
+    ("has 0 locks and -1 host holds", lambda rank: _set(_evicted(rank), host_ref_counter=-1)),
     ("children on the device: 2, but recounted: 1", lambda rank: _set(_upper(rank), device_children=2)),
     ("children on the host: 1, but recounted: 2", lambda rank: _set(_upper(rank), host_children=1)),
     ("has 0 locks, its children 1", lambda rank: _set(_leaf(rank), lock_ref=1)),

@@ -73,7 +73,7 @@ class TestBackupState(CacheTestCase):
         for rank in group.ranks:
             child = _node(rank, chain(group.spec, 1, 3))
             assert child.parent is not None
-            rank.cache._drop_host_copy(child.parent)  # noqa: SLF001  # as if the parent's backup had been refused
+            rank.cache.parts.host_room.drop_copy(child.parent)  # as if the parent's backup had been refused
             self.assertEqual(rank.cache.write_backup(child), 0)
             self.assertIsNone(child.metadata)
 
@@ -252,8 +252,8 @@ class TestStaleNodes(CacheTestCase):
                 rank.allocator.clear()
                 with self.assertRaisesRegex(LayoutInvariantError, "another tree"):
                     getattr(rank.cache, step)(stale)
-                self.assertEqual((rank.cache.evictable_size_, rank.cache.protected_size_), (0, 0))
-                self.assertEqual(len(rank.cache.device_order), 0)
+                self.assertEqual((rank.cache.evictable_size(), rank.cache.protected_size()), (0, 0))
+                self.assertEqual(len(rank.accounting.device_order), 0)
             group.check()
 
 
@@ -267,7 +267,7 @@ class TestHostEviction(CacheTestCase):
             self.assertEqual((rank.nodes(), rank.host_free_pages()), ([], group.spec.host_pages))
         group.check()
 
-    def test_it_goes_on_until_physical_room_exists_though_the_first_victim_owns_nothing_here(self) -> None:
+    def test_a_copy_that_has_no_page_in_the_short_lane_stays_though_it_is_the_least_recent(self) -> None:
         group = Group(CacheSpec(ranks=4, host_pages=2, device_pages=8))
         lane_of = _chains_by_lane(group)
         # Host pages of lane 1 are full; the least recent victims lie in lane 0.
@@ -275,9 +275,11 @@ class TestHostEviction(CacheTestCase):
             group.serve(chain(group.spec, page))
         group.evict_all()
         group.serve(chain(group.spec, lane_of[1][2]))
+        group.evict_all()
         for rank in group.ranks:
-            self.assertEqual(rank.controller.ledger.used_pages, (0, 2, 0, 0))
-            self.assertEqual(len([node for node in rank.nodes() if node.backuped]), 2)
+            self.assertEqual(rank.controller.ledger.used_pages, (2, 2, 0, 0))
+            left = {int(node.key.token_ids[0]) // 1_000 for node in rank.nodes()}
+            self.assertEqual(left, {*lane_of[0][:2], *lane_of[1][1:3]})
         group.check()
 
     def test_a_leaf_goes_before_its_parent_and_devices_nodes_stay(self) -> None:
@@ -293,7 +295,7 @@ class TestHostEviction(CacheTestCase):
             self.assertTrue(node.backuped)
         group.check()
 
-    def test_a_refused_backup_leaves_every_rank_as_it_was(self) -> None:
+    def test_a_backup_that_is_put_off_leaves_every_rank_as_it_was(self) -> None:
         group = Group(CacheSpec(host_pages=2, device_pages=8))
         group.serve(chain(group.spec, 1, 2, 3, 4, 5, 6))  # fills the host, stays on the device
         request = _start(group, 11, 12)
@@ -306,9 +308,17 @@ class TestHostEviction(CacheTestCase):
             self.assertEqual(rank.cache.write_backup(node), 0)
             self.assertEqual(group.digests(), digest)
         group.check()
+
+    def test_nothing_is_given_up_for_a_node_larger_than_the_whole_host_tier(self) -> None:
+        group = Group(CacheSpec(host_pages=2, device_pages=8))
+        group.serve(chain(group.spec, 1, 2, 3, 4, 5, 6))  # fills the host
         group.evict_all()
-        group.serve(chain(group.spec, *range(31, 51)))  # larger than the whole host tier: nothing is deleted for it
-        self.assertEqual(group.ranks[0].controller.ledger.used_pages, (2, 2, 2))
+        group.serve(chain(group.spec, *range(31, 51)))
+        group.evict_all()
+        for rank in group.ranks:
+            self.assertEqual(rank.controller.ledger.used_pages, (2, 2, 2))
+            self.assertEqual(rank.cache.stats.refused_backups, 1)
+        group.check()
 
 
 class TestDeviceEviction(CacheTestCase):
@@ -350,8 +360,7 @@ def _start(group: Group, *pages: int) -> Request:
 
 
 def _node(rank: Rank, tokens: Any) -> LayoutTreeNode[Any]:  # noqa: ANN401  # tokens of a chain
-    node: LayoutTreeNode[Any] = rank.cache._walk(rank.key(tokens), [])  # noqa: SLF001  # a match ends at the host
-    return node
+    return rank.cache.parts.tree._walk(rank.key(tokens), [])  # noqa: SLF001  # a match ends at the host
 
 
 def _metadata(node: LayoutTreeNode[Any]) -> Any:  # noqa: ANN401  # the layout's metadata

@@ -13,7 +13,7 @@ from _faults import begin, each_layout, fault_spec, node_of
 from _groups import Group
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams
 
-from sglang.srt.mem_cache.hicache.tree.invariants import violations
+from sglang.srt.mem_cache.hicache.check.invariants import violations
 from sglang.srt.mem_cache.layouts.errors import LayoutInvariantError
 
 if TYPE_CHECKING:
@@ -45,11 +45,13 @@ class TestBackupsAndHostMemory(CacheTestCase):
 
     @each_layout
     def test_room_that_was_made_and_is_not_there(self, layout: str) -> None:
-        group = Group(fault_spec(layout, host=4))
+        group = Group(fault_spec(layout, host=8))
         rank = group.ranks[0]
-        rank.cache._make_host_room = lambda demand_pages: True  # type: ignore[method-assign]  # noqa: SLF001  # the fault
+        rank.cache.parts.host_room.make = _room_that_is_not_there  # type: ignore[method-assign]  # the fault
+        self._back_up(rank, pages=24)  # put off: the host has no room
         self._assert_loud(
-            lambda: self._back_up(rank, pages=24), r"room was made for \(.*\) pages, yet \(.*\) are missing"
+            lambda: rank.cache.evict(EvictParams(num_tokens=1)),
+            r"room was made for \(.*\) pages, yet \(.*\) are missing",
         )
 
     @each_layout
@@ -71,7 +73,7 @@ class TestBackupsAndHostMemory(CacheTestCase):
         rank = group.ranks[0]
         node = node_of(rank, 1, 2)
         node.clear_metadata()
-        rank.cache.host_order.add(node)
+        rank.accounting.host_order.add(node)
         self._assert_loud(lambda: rank.cache.evict_host(1), rf"node {node.id} has no host copy to drop")
 
     def _back_up(self, rank: Rank, *, pages: int = 4) -> None:
@@ -105,7 +107,7 @@ class TestTreeAndLoads(CacheTestCase):
 
     @each_layout
     def test_a_child_that_its_parent_files_under_another_key(self, layout: str) -> None:
-        group = Group(fault_spec(layout, policy="write_back", host=4))
+        group = Group(fault_spec(layout, policy="write_back", host=8))
         group.serve(chain(group.spec, *range(24)))  # more than the host can keep, so it will be deleted
         rank = group.ranks[0]
         children = rank.cache.root_node.children
@@ -161,6 +163,10 @@ class _With:
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401  # any attribute
         return getattr(self._strategy, name)
+
+
+def _room_that_is_not_there(demand_pages: Any, *, below: Any) -> bool:  # noqa: ANN401  # as `HostRoom.make`
+    return True
 
 
 if __name__ == "__main__":

@@ -81,7 +81,9 @@ class TestRanksInLockstep(CacheTestCase):
     def test_trees_and_ledgers_stay_equal_when_every_rank_sees_its_acks_at_another_time(self) -> None:
         for seed in range(3):
             traffic = self._drive(_spec(), steps=250, seed=seed)
-            self.assertEqual([rank.engine.waits for rank in traffic.group.ranks], [0] * RANKS)
+            late = traffic.group.agreed(lambda rank: rank.cache.stats.late_backups)
+            waits = traffic.group.each(lambda rank: rank.engine.waits)
+            self.assertTrue(late or not any(waits), "the scheduler waited for a copy that nothing needed")
 
     def test_they_stay_equal_with_every_policy_and_pool(self) -> None:
         cases = (
@@ -125,7 +127,7 @@ class TestAcknowledgements(CacheTestCase):
             rank.engine.finish_writes(finished)
         group.settle()
         self.assertEqual([len(rank.controller.ack_write_queue) for rank in group.ranks], [2] * RANKS)
-        self.assertEqual([sorted(rank.cache.in_flight.backups) for rank in group.ranks], [[3, 4]] * RANKS)
+        self.assertEqual([sorted(rank.cache.parts.in_flight.backups) for rank in group.ranks], [[3, 4]] * RANKS)
         for rank in group.ranks:
             self.assertEqual([node.lock_ref for node in rank.nodes()], [0, 1, 1])
         group.check()
@@ -185,9 +187,9 @@ class TestAcknowledgements(CacheTestCase):
         group.serve(chain(group.spec, 1))
         for rank in group.ranks:
             with self.assertRaisesRegex(LayoutInvariantError, "ack for backup 77, but under way are"):
-                rank.cache.in_flight.end_backup(77)
+                rank.cache.parts.in_flight.end_backup(77)
             with self.assertRaisesRegex(LayoutInvariantError, "ack for load 78, but under way are"):
-                rank.cache.in_flight.end_load(78)
+                rank.cache.parts.in_flight.end_load(78)
 
 
 class TestDigest(CacheTestCase):
@@ -211,12 +213,12 @@ class TestDigest(CacheTestCase):
             "key": lambda rank: setattr(first(rank), "key", rank.key(chain(rank.spec, 8, 9))),
             "namespace": lambda rank: setattr(first(rank), "key", rank.key(first(rank).key.token_ids, "other")),
             "parent": lambda rank: setattr(first(rank), "parent", rank.nodes()[1]),
-            "evictable": lambda rank: setattr(rank.cache, "evictable_size_", 1),
-            "protected": lambda rank: setattr(rank.cache, "protected_size_", 1),
+            "evictable": lambda rank: setattr(rank.accounting, "evictable_tokens", 1),
+            "protected": lambda rank: setattr(rank.accounting, "protected_tokens", 1),
             "free slots": lambda rank: rank.allocator.alloc(4),
             "ledger": lambda rank: rank.controller.ledger.clear(),
-            "backups": lambda rank: rank.cache.in_flight.begin_backup(first(rank), locked=False),
-            "loads": lambda rank: rank.cache.in_flight.begin_load(first(rank), rank.cache.root_node),
+            "backups": lambda rank: rank.cache.parts.in_flight.begin_backup(first(rank), locked=False),
+            "loads": lambda rank: rank.cache.parts.in_flight.begin_load(first(rank), rank.cache.root_node),
         }
         for name, change in changes.items():
             with self.subTest(name):

@@ -6,6 +6,7 @@ hang; here it would. The processes are started once for all tests.
 
 from __future__ import annotations
 
+import re
 import unittest
 from typing import TYPE_CHECKING, ClassVar
 
@@ -15,11 +16,13 @@ from _gloo_ranks import GlooRanks
 from _gloo_scenarios import (
     footprint,
     lagging_ranks,
+    lanes_that_ranks_share,
     one_page_nodes,
     random_traffic,
     round_trip,
     two_stages,
 )
+from _gloo_waits import check_events_alone, construct_alone, follow_alone, gather_alone
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.test_utils import CustomTestCase
 
@@ -27,11 +30,14 @@ from sglang.srt.mem_cache.layouts import PoolKind
 
 if TYPE_CHECKING:
     from _gloo_traffic import TrafficReport
+    from _gloo_waits import Loss
 
 register_cpu_ci(est_time=60, suite="base-a-test-cpu")
 
 TRAFFIC_OPERATIONS = ("start", "start_two", "chunk", "finish", "abort", "pin", "unpin", "evict", "evict_host")
 DEVICE_PAGES, HOST_PAGES = 6, 8  # of a cp_shared rank whose footprint is measured
+BOUND_SECONDS = 1.0  # for a rank that waits for another one which does not come
+BOUND = "1 s, --watchdog-timeout"
 
 
 @pytest.mark.processes
@@ -74,6 +80,20 @@ class TestRanksOverGloo(CustomTestCase):
         reports = self._drive(4, _spec(ranks=2), steps=300, seed=8, grid=True)
         for report in reports:
             self.assertEqual(report.collectives, {(0, 1, 1)})
+
+    def test_ranks_whose_processes_were_given_lanes_that_do_not_fit_all_refuse_alike(self) -> None:
+        for lanes, counts, told in (
+            ([3, 1, 0, 2], [4, 4, 4, 4], "^$"),
+            ([0, 0, 0, 0], [1, 1, 1, 1], "^$"),
+            ([0, 1, 1, 3], [4, 4, 4, 4], "ranks 0 to 3 store lanes 0, 1, 1, 3 of 4; accepted: 4 lanes"),
+            ([0, 1, 0, 1], [2, 2, 2, 2], "ranks 0 to 3 store lanes 0, 1, 0, 1 of 2; accepted: 4 lanes"),
+            ([0, 1, 2, 3], [5, 5, 5, 5], "ranks 0 to 3 store lanes 0, 1, 2, 3 of 5; accepted: 4 lanes"),
+            ([0, 0, 0, 0], [1, 1, 4, 1], "ranks 0 to 3 store lanes 0, 0, 0, 0 of 1, 1, 4, 1; accepted: 4 lanes"),
+        ):
+            with self.subTest(lanes=lanes, counts=counts):
+                answers = self.ranks.run(4, lanes_that_ranks_share, lanes=lanes, counts=counts)
+                self.assertEqual(len(set(answers)), 1)
+                self.assertRegex(answers[0], told)
 
     def test_pipeline_stages_share_the_smallest_capacity_and_later_ones_follow_the_first(self) -> None:
         agreed = self.ranks.run(4, two_stages, capacities=[40, 30, 20, 10], ready=[3, 2, 9, 0])
@@ -147,6 +167,46 @@ class TestRanksOverGloo(CustomTestCase):
             self.assertEqual(lag.ready, [0] * number + [3] * (4 - number))
             self.assertEqual(lag.settled, [0, 0, 0, 3])
             self.assertEqual(lag.collectives, [1] * 4)
+
+    # A rank that does not come.
+
+    def test_a_rank_that_does_not_check_for_events_is_named_within_the_bound_and_nobody_settles(self) -> None:
+        losses = self.ranks.run(2, check_events_alone, _spec(), seconds=BOUND_SECONDS, group_seconds=20 * BOUND_SECONDS)
+        self._check_losses(
+            losses, "check_hicache_events (how many copies have finished on every rank)", BOUND, "nothing was settled"
+        )
+        self.assertEqual([loss.acks for loss in losses], [1, 1])
+
+    def test_without_a_bound_the_time_out_of_the_group_ends_the_wait_and_the_rank_is_named(self) -> None:
+        losses = self.ranks.run(2, check_events_alone, _spec(), seconds=None, group_seconds=BOUND_SECONDS)
+        self._check_losses(losses, "check_hicache_events", "its process group's time-out", "nothing was settled")
+
+    def test_a_rank_that_makes_no_cache_is_named_within_the_bound(self) -> None:
+        losses = self.ranks.run(2, construct_alone, _spec(), seconds=BOUND_SECONDS)
+        self._check_losses(losses, "the start of the cache", BOUND, "no cache was made")
+
+    def test_a_rank_that_gathers_no_pages_is_named_within_the_bound(self) -> None:
+        losses = self.ranks.run(2, gather_alone, seconds=BOUND_SECONDS)
+        self._check_losses(losses, "the gather of KV pages", BOUND, "the batch has no result")
+
+    def test_a_pipeline_stage_that_is_missing_is_named_within_the_bound(self) -> None:
+        place = "check_hicache_events (what the first pipeline stage has decided)"
+        for late in (0, 1):
+            with self.subTest(late_stage=late):
+                losses = self.ranks.run(2, follow_alone, late_stage=late, seconds=BOUND_SECONDS)
+                self._check_losses(losses, place, BOUND, "nothing was settled", late=late)
+
+    def _check_losses(self, losses: list[Loss], place: str, bound: str, undone: str, *, late: int = 1) -> None:
+        """One rank gave up at its bound; the `late` one, which came afterwards, was told at once."""
+        for rank, loss in enumerate(losses):
+            peer = 1 - rank
+            self.assertRegex(loss.text, rf"^rank {rank} waited [0-9.]+ s in vain for rank {peer} in {re.escape(place)}")
+            self.assertIn(f"a collective of ranks 0 and 1 with a bound of {bound}: {undone}. Look at rank", loss.text)
+            self.assertRegex(loss.text, rf"Look at rank {peer} for .+\. The cause: \S")
+            self.assertNotIn("\n", loss.text)
+        self.assertRegex(losses[1 - late].text, r"The cause: Timed out waiting 1000ms for \w+ operation to complete$")
+        self.assertGreaterEqual(losses[1 - late].seconds, BOUND_SECONDS)
+        self.assertLess(losses[1 - late].seconds, 10 * BOUND_SECONDS)
 
     def _drive(self, ranks: int, spec: CacheSpec, *, steps: int, seed: int, grid: bool = False) -> list[TrafficReport]:
         """The same random operations on every rank; whatever must be equal on all ranks is."""

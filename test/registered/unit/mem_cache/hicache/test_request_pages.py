@@ -23,8 +23,8 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.plugins import load_plugins
 from sglang.test.ci.ci_register import register_cpu_ci
 
+from sglang.srt.mem_cache.hicache.requests.pages import RequestPages
 from sglang.srt.mem_cache.hicache.runtime import standalone_runtime
-from sglang.srt.mem_cache.hicache.tree.request_pages import RequestPages
 from sglang.srt.mem_cache.layouts import LayoutInvariantError
 
 if TYPE_CHECKING:
@@ -184,7 +184,7 @@ class TestWhatIsNotKnown(RequestPagesTestCase):
         slots = [scheduler.allocator.alloc(2 * PAGE) for _ in range(2)]
         assert slots[0] is not None
         assert slots[1] is not None
-        with self.assertLogs("sglang.srt.mem_cache.hicache.tree.request_pages", "WARNING") as logged:
+        with self.assertLogs("sglang.srt.mem_cache.hicache.requests.pages", "WARNING") as logged:
             scheduler.allocator.free(slots[0])
             scheduler.allocator.free_group_begin()
             scheduler.allocator.free(slots[1])
@@ -338,8 +338,7 @@ class TestGuard(CacheTestCase):
 
     def test_without_the_mirror_the_same_steps_are_caught_reading(self) -> None:
         self.enterContext(standalone_runtime(page_size=PAGE, attention_backend="torch_native"))
-        scheduler = Scheduler(SPECS["cp_shared"], as_device=on_device, values=peek)
-        scheduler.cache.request_pages = None
+        scheduler = Scheduler(SPECS["cp_shared"], as_device=on_device, values=peek, mirrored=False)
         with self.assertRaises(DeviceReadError):
             scheduler.start(chain(scheduler.spec, 1, 2))
 
@@ -367,8 +366,7 @@ class TestOnAGpu(RequestPagesTestCase):
                 ordinary_life(scheduler, scheduler.check)  # kernels compile, and what is computed is right
                 scheduler.cache.release_host_resources()
                 self.assertEqual(self._own_waits(Scheduler(SPECS[name], device="cuda")), [])
-                blind = Scheduler(SPECS[name], device="cuda")
-                blind.cache.request_pages = blind.allocator.request_pages = None
+                blind = Scheduler(SPECS[name], device="cuda", mirrored=False)
                 self.assertGreater(len(self._own_waits(blind)), 10, "waits are noticed where there are some")
 
     def _own_waits(self, scheduler: Scheduler) -> list[str]:

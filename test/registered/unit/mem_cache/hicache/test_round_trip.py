@@ -14,11 +14,13 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams, Ma
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.test.ci.ci_register import register_cpu_ci
 
-from sglang.srt.mem_cache.hicache.radix_cache import HiRadixCache
-from sglang.srt.mem_cache.hicache.settings import ShardGroup, WritePolicy
+from sglang.srt.mem_cache.hicache.accepted import WritePolicy
+from sglang.srt.mem_cache.hicache.assemble import assemble_cache
+from sglang.srt.mem_cache.hicache.settings import ShardGroup
 from sglang.srt.mem_cache.layouts import PoolKind
 
 if TYPE_CHECKING:
+    from sglang.srt.mem_cache.hicache.radix_cache import HiRadixCache
     from sglang.srt.mem_cache.hicache.tree.node import LayoutTreeNode
 
 register_cpu_ci(est_time=60, suite="base-a-test-cpu")
@@ -78,7 +80,7 @@ class TestRoundTrip(CacheTestCase):
         self.assertEqual(submitted.pop()[1], 3)
         for rank in group.ranks:
             self.assertEqual((rank.controller.ack_write_queue, rank.controller.ack_load_queue), ([], []))
-            self.assertEqual((rank.cache.in_flight.backups, rank.cache.in_flight.loads), ({}, {}))
+            self.assertEqual((rank.cache.parts.in_flight.backups, rank.cache.parts.in_flight.loads), ({}, {}))
 
     def test_namespaces_share_no_kv(self) -> None:
         group = Group(CacheSpec())
@@ -110,7 +112,7 @@ class TestRoundTrip(CacheTestCase):
         spec = CacheSpec(layout="identity", ranks=1)
         pool, layout = make_device_pool(spec), make_layout(spec, 0)
         stock = PagedTokenToKVPoolAllocator(32, 4, torch.bfloat16, "cpu", pool, need_sort=False)
-        cache: HiRadixCache[Any] = HiRadixCache(
+        cache: HiRadixCache[Any] = assemble_cache(
             make_params(spec, stock), layout=layout, settings=make_settings(spec), group=ShardGroup()
         )
         tokens = chain(spec, 1, 2, 3)
@@ -145,7 +147,7 @@ class TestEvictionPolicies(CacheTestCase):
         for rank in group.ranks:
             for number, node in enumerate(rank.nodes()):
                 node.priority = number * 7 % 5
-                rank.cache._touch(node)  # noqa: SLF001  # as an insert with another priority does
+                rank.accounting.touch(node)  # as an insert with another priority does
         cache = group.ranks[0].cache
         strategy = cache.eviction_strategy
         self.assertEqual(type(strategy).__name__.lower(), f"{spec.eviction}strategy")
@@ -154,8 +156,8 @@ class TestEvictionPolicies(CacheTestCase):
             return strategy.get_priority(node), node.id
 
         for order, evict in (
-            (cache.device_order, lambda: cache.evict(EvictParams(num_tokens=1))),
-            (cache.host_order, lambda: cache.evict_host(1)),
+            (cache.parts.accounting.device_order, lambda: cache.evict(EvictParams(num_tokens=1))),
+            (cache.parts.accounting.host_order, lambda: cache.evict_host(1)),
         ):
             left = sorted(order, key=place)
             self.assertEqual(len(left), 5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import unittest
 
 from _caches import CacheSpec, CacheTestCase, chain
@@ -109,6 +110,7 @@ class TestSettings(CacheTestCase):
             hicache_ratio=3.5,
             hicache_size=7,
             served_model_name="tiny",
+            watchdog_timeout=90,
         ):
             found = HiCacheSettings.from_server()
         self.assertEqual(
@@ -120,9 +122,18 @@ class TestSettings(CacheTestCase):
                 host_ratio=3.5,
                 host_gb=7,
                 model_name="tiny",
+                peer_seconds=90,
             ),
         )
         self.assertEqual(found.write_through_threshold, 2)
+
+    def test_a_rank_waits_for_others_as_long_as_sglangs_watchdog_does(self) -> None:
+        for flag, seconds in ((0.5, 0.5), (300, 300), (1e30, 1e9)):
+            with self.subTest(flag=flag), standalone_runtime(page_size=4, watchdog_timeout=flag):
+                self.assertEqual(HiCacheSettings.from_server().peer_seconds, seconds)
+        for useless in (None, 0, -1, math.inf, math.nan):  # SGLang's watchdog does not work with these either
+            with self.subTest(flag=useless), standalone_runtime(page_size=4, watchdog_timeout=useless):
+                self.assertIsNone(HiCacheSettings.from_server().peer_seconds)
 
     def test_an_unknown_write_policy_is_refused_by_flag_value_and_choices(self) -> None:
         with self.assertRaisesRegex(

@@ -16,13 +16,14 @@ from types import SimpleNamespace
 from typing import Any, ClassVar, cast
 from unittest import mock
 
+from _replays import FAULTY_LAYOUTS
 from sglang.srt.arg_groups.model_override_base import resolving_view
 from sglang.srt.plugins import load_plugins
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.test_utils import CustomTestCase
 
 from sglang.srt.mem_cache.hicache.server import args as server_args
-from sglang.srt.mem_cache.hicache.server import plugin, refusals
+from sglang.srt.mem_cache.hicache.server import hooks, plugin, refusals
 from sglang.srt.mem_cache.hicache.server.choice import LayoutChoice, choice_of, choose
 from sglang.srt.mem_cache.hicache.server.help import show_flags_in_help
 from sglang.srt.mem_cache.hicache.server.refusals import RULES, Answer, ModelFacts, Rule, Scope, ServerFacts, applying
@@ -58,6 +59,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "a model with recurrent layers (Mamba, linear attention)": ({}, {"model": replace(MLA, is_recurrent=True)}),
     "a model without latent KV (MHA, GQA)": ({}, {"model": replace(MLA, is_mla=False)}),
     "a model with sparse attention (DSA) without an NVIDIA GPU": ({}, {"model": replace(MLA, is_dsa=True)}),
+    "a model with index keys beside KV heads (MiniMax-M3, QSA)": ({}, {"model": replace(MLA, indexes_heads=True)}),
     "a model with pooled index keys (index_kpool above 1)": ({}, {"model": replace(MLA, index_kpool=4)}),
     "--page-size 1": ({"page_size": 1}, {}),
     "--enable-dp-attention with --dp-size above 1": ({"enable_dp_attention": True, "dp_size": 2}, {}),
@@ -77,6 +79,8 @@ GOOD: dict[str, Any] = {
     "model_path": "none",
     "enable_hierarchical_cache": True,
     "hicache_io_backend": "direct",
+    "hicache_mem_layout": "page_first_direct",
+    "hicache_ratio": 2.0,
     "page_size": 64,
     "tp_size": 2,
     "attention_backend": "torch_native",
@@ -144,14 +148,16 @@ class TestRefusals(FlagsTestCase):
         server_args.refuse_unsupported_release("--kv-layout-strategy identity")
 
     def test_a_hook_that_did_not_apply_is_refused_by_name(self) -> None:
-        plugin.refuse_missing_hooks("--kv-layout-strategy identity")
+        hooks.refuse_missing_hooks("--kv-layout-strategy identity")
         hook = plugin.HOOKS[-1]
-        stray = plugin.Hook(target=hook.target, function=lambda: None, kind=hook.kind)
-        with (
-            mock.patch.object(plugin, "HOOKS", (*plugin.HOOKS[:-1], stray)),
-            self.assertRaisesRegex(LayoutConfigError, "did not apply our hooks on .*ModelRunner.forward"),
-        ):
-            plugin.refuse_missing_hooks("--kv-layout-strategy identity")
+        stray = hooks.Hook(target=hook.target, function=lambda: None, kind=hook.kind)
+        hooks.expect_hooks((*plugin.HOOKS[:-1], stray))
+        self.addCleanup(hooks.expect_hooks, plugin.HOOKS)
+        with self.assertRaisesRegex(LayoutConfigError, "did not apply our hooks on [^,]*ModelRunner.forward;"):
+            hooks.refuse_missing_hooks("--kv-layout-strategy identity")
+        hooks.expect_hooks(())
+        with self.assertRaisesRegex(LayoutConfigError, "did not apply our hooks on any function;"):
+            hooks.refuse_missing_hooks("--kv-layout-strategy identity")
 
 
 class TestFlags(FlagsTestCase):
@@ -263,17 +269,24 @@ class TestCheckBeforeTheLaunch(FlagsTestCase):
         assert choice is not None
         self.assertEqual(choice.strategy, "identity")
 
+    def test_a_strategy_that_keeps_a_page_on_two_ranks_is_refused(self) -> None:
+        sys.path.insert(0, str(FAULTY_LAYOUTS))
+        self.addCleanup(sys.path.remove, str(FAULTY_LAYOUTS))
+        message = r"^--kv-layout-strategy two_copies: ranks 0 to 3 store lanes 0, 1, 0, 1 of 2; accepted: 4 lanes"
+        with self.assertRaisesRegex(LayoutConfigError, message):
+            self._check({"tp_size": 4}, shard_size=4, strategy="two_copies")
+
     def test_without_our_flags_nothing_is_looked_at(self) -> None:
         with mock.patch.object(server_args, "server_facts", side_effect=AssertionError):
-            server_args.check(None, _sglang.ServerArgs(model_path="none"))
+            server_args.check(lambda _: None, _sglang.ServerArgs(model_path="none"))
 
-    def _check(self, fields: dict[str, Any], shard_size: int = 2) -> Any:  # noqa: ANN401  # ServerArgs
+    def _check(self, fields: dict[str, Any], shard_size: int = 2, strategy: str = "cp_shared") -> Any:  # noqa: ANN401  # ServerArgs
         """Run the hook on a real record; only the model's configuration, which would be a file, is given."""
         build = server_args.keyword_factory(_sglang.ServerArgs)
-        record = build(**{**GOOD, **fields}, kv_layout_strategy="cp_shared")
+        record = build(**{**GOOD, **fields}, kv_layout_strategy=strategy)
         facts = ServerFacts(args=resolving_view(record), shard_size=shard_size, **self.FACTS)
         with mock.patch.object(server_args, "server_facts", return_value=facts):
-            server_args.check(None, record)
+            server_args.check(lambda _: None, record)
         return record
 
     def test_shard_groups_are_counted_as_sglang_divides_ranks(self) -> None:

@@ -11,8 +11,8 @@ from _caches import CacheSpec, CacheTestCase, chain, make_device_pool, make_layo
 from _groups import Group
 from sglang.test.ci.ci_register import register_cpu_ci
 
+from sglang.srt.mem_cache.hicache.check.invariants import violations
 from sglang.srt.mem_cache.hicache.server.allocator import ServingSlotAllocator
-from sglang.srt.mem_cache.hicache.tree.invariants import violations
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -80,7 +80,7 @@ class TestServingAllocator(CacheTestCase):
             asked.append(lanes.tolist())
             allocator.free_slot_pages(held[:1])
 
-        allocator.evict_with(make_room)
+        allocator.serve(make_room, None)
         with allocator.chain_bases([0]):
             self.assertEqual(lanes_of(extend(allocator, [0], [2 * PAGE], [-1])), [0, 1])
         self.assertEqual(asked, [[0, 1]])
@@ -91,7 +91,7 @@ class TestServingAllocator(CacheTestCase):
         for _ in range(200):
             allocator = make()
             allocator.alloc_lanes(np.array([rng.choice((0, 0, 0, 1)) for _ in range(rng.randrange(9))], dtype=np.int16))
-            allocator.evict_with(lambda _lanes: None)
+            allocator.serve(lambda _lanes: None, None)
             free = allocator.available_size() // PAGE
             pages = rng.randrange(1, free + 1)
             with allocator.chain_bases([rng.randrange(RANKS)]):

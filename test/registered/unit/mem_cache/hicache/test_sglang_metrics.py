@@ -102,19 +102,19 @@ class TestSGLangsMetrics(CacheTestCase):
         self.assertEqual(seen.value("load_back_duration_seconds_sum"), 0.25)
 
     def test_only_what_write_back_could_not_keep_is_counted_as_dropped(self) -> None:
-        for policy, dropped in (("write_back", 24), ("write_through", 0)):
+        for policy, dropped in (("write_back", 48), ("write_through", 0)):
             with self.subTest(policy=policy):
-                group = Group(CacheSpec(policy=policy, host_pages=1))  # type: ignore[arg-type]  # one of WritePolicy
+                group = Group(CacheSpec(policy=policy, host_pages=2))  # type: ignore[arg-type]  # one of WritePolicy
                 seen = self._observe(group.ranks[2])
-                group.serve(chain(group.spec, *range(6)))
+                group.serve(chain(group.spec, *range(12)))
                 group.each(lambda rank: rank.cache.evict(EvictParams(num_tokens=24)))
-                self.assertEqual(seen.value("evicted_tokens_total"), 24)
+                self.assertEqual(seen.value("evicted_tokens_total"), 48)
                 self.assertEqual(seen.value("hicache_dropped_tokens_total", reason="host_pressure", pool="kv"), dropped)
                 self.assertEqual(group.agreed(lambda rank: rank.cache.stats.dropped_tokens), dropped)
 
     def _observe(self, rank: Rank) -> Metrics:
         metrics = Metrics()
-        rank.cache.metrics_collector = metrics.collector
+        rank.cache.parts.report.collector = metrics.collector
         return metrics
 
 

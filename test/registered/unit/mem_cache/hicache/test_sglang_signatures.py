@@ -131,7 +131,7 @@ BREAKS = (
         "HiCacheAck: has 'timing_enabled' at position 5, the stub at 4",
     ),
     # What cannot be compared is said, not skipped.
-    _Break(UTILS, "def compute", "if True: ...\ndef compute", "line 3 of the stub is nothing that can be compared"),
+    _Break(UTILS, "def compute", "if True: ...\ndef compute", "line 6 of the stub is nothing that can be compared"),
 )
 
 

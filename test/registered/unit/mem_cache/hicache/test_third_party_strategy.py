@@ -221,7 +221,7 @@ def test_a_server_takes_it_with_its_settings() -> None:
     record = _checked(
         "--kv-layout-strategy keyed --hicache-io-backend direct --attention-backend torch_native"
         """ --kv-layout-config '{"stripe_pages": 8, "store": "bf16"}' --tp-size 2 --page-size 64"""
-        " --enable-hierarchical-cache"
+        " --enable-hierarchical-cache --hicache-ratio 2 --hicache-mem-layout layer_first"
     )
     choice = choice_of(record)
     assert choice is not None
@@ -276,7 +276,7 @@ def _checked(flags: str) -> Any:  # noqa: ANN401  # ServerArgs
     record = sglang.prepare_server_args(["--model-path", "none", *arguments])
     facts = ServerFacts(args=resolving_view(record), model=ModelFacts(), shard_size=2, on_cpu=True)
     with mock.patch.object(server_args, "server_facts", return_value=facts):
-        server_args.check(None, record)
+        server_args.check(lambda _: None, record)
     return record
 
 

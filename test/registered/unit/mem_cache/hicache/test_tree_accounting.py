@@ -18,8 +18,8 @@ from sglang.srt.mem_cache.base_prefix_cache import (
 )
 from sglang.test.ci.ci_register import register_cpu_ci
 
-from sglang.srt.mem_cache.hicache.settings import WritePolicy
-from sglang.srt.mem_cache.hicache.tree.invariants import violations
+from sglang.srt.mem_cache.hicache.accepted import WritePolicy
+from sglang.srt.mem_cache.hicache.check.invariants import violations
 from sglang.srt.mem_cache.hicache.tree.radix_tree import PagedInsertParams
 from sglang.srt.mem_cache.layouts import LayoutInvariantError
 
@@ -160,10 +160,10 @@ class TestEvictionByShortfall(CacheTestCase):
             group.abort(held)
 
     def test_tokens_that_write_back_could_not_keep_are_counted_as_dropped(self) -> None:
-        group = Group(CacheSpec(policy="write_back", host_pages=1))
-        group.serve(chain(group.spec, *range(6)))
+        group = Group(CacheSpec(policy="write_back", host_pages=2))
+        group.serve(chain(group.spec, *range(12)))
         group.evict_all()
-        self.assertEqual(group.agreed(lambda rank: rank.cache.stats.dropped_tokens), 24)
+        self.assertEqual(group.agreed(lambda rank: rank.cache.stats.dropped_tokens), 48)
         self.assertEqual(group.agreed(lambda rank: rank.cache.stats.refused_backups), 1)
 
 
@@ -237,7 +237,7 @@ class TestLifetimes(CacheTestCase):
             rank.cache.reset()
             rank.allocator.clear()
             self.assertEqual((rank.nodes(), rank.cache.evictable_size(), rank.cache.protected_size()), ([], 0, 0))
-            self.assertEqual((len(rank.cache.device_order), len(rank.cache.host_order)), (0, 0))
+            self.assertEqual((len(rank.accounting.device_order), len(rank.accounting.host_order)), (0, 0))
             self.assertEqual(rank.controller.ack_write_queue + rank.controller.ack_load_queue, [])
             self.assertEqual(rank.controller.ledger.used_pages, (0, 0, 0))
             self.assertEqual(rank.host_free_pages(), group.spec.host_pages)

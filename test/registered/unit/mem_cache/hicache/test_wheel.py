@@ -63,6 +63,15 @@ class TestWheel(CustomTestCase):
         release = re.escape(version("sglang"))
         self.assertRegex(line, rf"^ok +signatures: \d+ names in \d+ modules as in {release}$")
 
+    def test_its_command_finds_the_strategies_beside_it_without_loading_sglang(self) -> None:
+        program = (
+            "import sys; from kvlayouts import main; print(main.__file__);"
+            "print(main.main(['explain', '--tokens', '64']), 'sglang' in sys.modules)"
+        )
+        place, *_, ended = self._run(program)
+        self.assertTrue(place.startswith(str(self.folder)), place)
+        self.assertEqual(ended, "0 False")
+
     def test_a_wheel_without_stubs_says_so_instead_of_passing(self) -> None:
         stubs = self.folder / "site" / STUBS
         hidden = stubs.rename(self.folder / "hidden")
@@ -78,6 +87,12 @@ class TestWheel(CustomTestCase):
             "from sglang.srt.mem_cache.hicache.check import installation as found;"
             "print(found.__file__); print(dict(found._CHECKS)['signatures']())"
         )
+        place, line = self._run(program)[-2:]
+        self.assertTrue(place.startswith(str(self.folder)), place)
+        return line
+
+    def _run(self, program: str) -> list[str]:
+        """The lines that a program prints beside the unpacked wheel."""
         done = subprocess.run(
             [sys.executable, "-c", program],
             env={**os.environ, "PYTHONPATH": str(self.folder / "site"), "OMP_NUM_THREADS": "1"},
@@ -86,9 +101,7 @@ class TestWheel(CustomTestCase):
             check=True,
             timeout=200,
         )
-        place, line = done.stdout.splitlines()[-2:]
-        self.assertTrue(place.startswith(str(self.folder)), place)
-        return line
+        return done.stdout.splitlines()
 
 
 def _link(source: Path, target: Path, *apart: str) -> None:

@@ -81,11 +81,12 @@ def _signatures() -> CheckLine:
 def _hooks() -> CheckLine:
     from sglang.srt.plugins import load_plugins
 
-    from ..server.plugin import HOOKS, refuse_missing_hooks
+    from ..server.hooks import refuse_missing_hooks
+    from ..server.plugin import HOOKS
 
     load_plugins()
     try:
-        refuse_missing_hooks("kv_layouts plugin")
+        refuse_missing_hooks("kv_layouts plugin", HOOKS)
     except LayoutConfigError as error:
         found, _, mend = str(error).partition("; ")
         return _failed("hooks", found, mend)
@@ -119,7 +120,7 @@ def _layouts() -> CheckLine:
 
     for name in known_layouts():
         try:
-            LayoutChoice(strategy=name).create(page_size=64, shard_size=2, shard_rank=0)
+            LayoutChoice(strategy=name).create_group(page_size=64, shard_size=2)
         except Exception as error:  # another distribution's code
             found = f"{name}: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
             return _failed(

@@ -15,10 +15,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from sglang.srt.mem_cache.l2_transfer import L2Transfer, L2TransferEngine
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 from sglang.srt.mem_cache.pool_host import HostPoolGroup, PoolEntry
 
-from sglang.srt.mem_cache.layouts.errors import LayoutConfigError
 from sglang.srt.mem_cache.layouts.pages import tokens_of_pages
+
+from ..settings import check_mem_layout
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -32,8 +34,6 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.layouts.plans import CopyPlan
 
     from ..host.pools import AnyHostPool
-
-DIRECT_LAYOUTS = ("layer_first", "page_first_direct")
 
 
 class Transfer(Protocol):
@@ -83,13 +83,9 @@ class HostTransfer:
         io_backend: str,
         copier: PageCopier | Literal[False] | None = None,
     ) -> None:
-        if io_backend not in ("kernel", "direct"):
-            raise LayoutConfigError(f"--hicache-io-backend must be one of kernel, direct, got {io_backend!r}")
-        if io_backend == "direct" and host_pool.layout not in DIRECT_LAYOUTS:
-            raise LayoutConfigError(
-                f"--hicache-io-backend direct needs --hicache-mem-layout {' or '.join(DIRECT_LAYOUTS)}, "
-                f"got {host_pool.layout!r}"
-            )
+        uneven = isinstance(device_pool, MHATokenToKVPool) and device_pool.head_dim != device_pool.v_head_dim
+        is_mla = isinstance(device_pool, MLATokenToKVPool)
+        check_mem_layout(io_backend, host_pool.layout, is_mla=is_mla, uneven_heads=uneven)
         self._pairs: list[tuple[PoolEntry, int]] = [
             (entry, entry.host_pool.size_per_token) for entry in _entries(host_pool, device_pool)
         ]

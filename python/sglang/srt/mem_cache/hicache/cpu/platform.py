@@ -9,26 +9,21 @@ run a small model, HiCache and every layout on a laptop.
 from __future__ import annotations
 
 import os
-import sys
 
 from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import SRTPlatform
 
-from sglang.srt.mem_cache.hicache.server.help import show_flags_in_help
-
 PLATFORM_CLASS = f"{__name__}.HostCpuPlatform"
 
 
 def activate() -> str | None:
-    """Entry point of the group ``sglang.srt.platforms``: the platform's class, or None where it must be inert.
+    """The platform's class, or None where it must be inert.
 
-    Called while SGLang is being imported, so it looks at torch and nothing else. SGLang asks in every process, the
-    one that prints help included, which never loads the plugin: see `help_flags`.
+    Called while SGLang is being imported, so it looks at torch and nothing else.
     """
     import torch
 
-    show_flags_in_help(sys.argv)
     wants_cpu_engine = os.environ.get("SGLANG_USE_CPU_ENGINE", "0") == "1"
     if wants_cpu_engine or torch.accelerator.is_available():
         return None

@@ -24,12 +24,11 @@ import torch
 from sglang.srt.mem_cache.pool_host import base, common, dsa, mha, mla
 from sglang.srt.utils import is_cuda, is_hip, is_hpu, is_mps, is_musa, is_npu, is_xpu
 
+from ..host.memory import CPU_RESERVE_BYTES
 from . import copy_ops
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.pool_host.common import HostTensorAllocator
-
-HOST_MEMORY_RESERVE_BYTES = 1 << 30
 
 _COPY_OPERATORS = {
     "transfer_kv_direct": copy_ops.transfer_kv_direct,
@@ -55,10 +54,10 @@ def install_cpu_support() -> bool:
             if not hasattr(module, name):
                 setattr(module, name, operator)
                 _changes.append(f"{module.__name__}.{name} copies in plain host memory")
-    if base.HICACHE_HOST_MEMORY_RESERVE_BYTES > HOST_MEMORY_RESERVE_BYTES:
+    if base.HICACHE_HOST_MEMORY_RESERVE_BYTES > CPU_RESERVE_BYTES:
         kept_gib = base.HICACHE_HOST_MEMORY_RESERVE_BYTES / 2**30
-        base.HICACHE_HOST_MEMORY_RESERVE_BYTES = HOST_MEMORY_RESERVE_BYTES
-        _changes.append(f"host pools leave {HOST_MEMORY_RESERVE_BYTES / 2**30:g} GiB free instead of {kept_gib:g}")
+        base.HICACHE_HOST_MEMORY_RESERVE_BYTES = CPU_RESERVE_BYTES
+        _changes.append(f"host pools leave {CPU_RESERVE_BYTES / 2**30:g} GiB free instead of {kept_gib:g}")
     return True
 
 

@@ -22,6 +22,8 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 import torch.distributed as dist
 
+from ..waits import GATHER, BoundedReduction
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -187,8 +189,14 @@ def as_integer_pages(buffer: torch.Tensor, rows_per_page: int) -> torch.Tensor:
     return whole.view(torch.int32 if row_bytes % 4 == 0 else torch.uint8)
 
 
-def group_sum(group: dist.ProcessGroup) -> Callable[[torch.Tensor], None]:
-    """Adds a tensor of any shape up over the ranks of `group`, in place."""
+def group_sum(group: dist.ProcessGroup, *, peer_seconds: float | None = None) -> Callable[[torch.Tensor], None]:
+    """Adds a tensor of any shape up over the ranks of `group`, in place.
+
+    On a device it is only submitted, and the watchdogs of SGLang and NCCL look after it. Over gloo this thread waits,
+    for `peer_seconds` at most: see `BoundedReduction`.
+    """
+    if dist.get_backend(group) == dist.Backend.GLOO:
+        return BoundedReduction(group, op=dist.ReduceOp.SUM, meeting=GATHER, seconds=peer_seconds)
 
     def reduce(tensor: torch.Tensor) -> None:
         dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=group)

@@ -1,76 +1,43 @@
 """SGLang's real device pools, built without a model: for replay, tests and benchmarks.
 
-A server builds its pools from a model's configuration. Here a geometry says what a model would::
-
-    pool    bytes of a slot in one layer
-    MHA     heads * head_dim * 2 (K and V) * itemsize
-    MLA     (kv_lora_rank + qk_rope_head_dim) * itemsize
-    DSA     the same, plus an index key of index_head_dim bytes and a 4-byte scale per 128 of them
-
-All pools have one page more than asked for: page 0 takes the writes of padding tokens.
+A server builds its pools from a model's configuration. Here a geometry says what a model would (`geometry`). All
+pools have one page more than asked for: page 0 takes the writes of padding tokens.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, TypeAlias
+from typing import TYPE_CHECKING
 
-import torch
 from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool, KVCache, MHATokenToKVPool, MLATokenToKVPool
 
+from sglang.srt.mem_cache.hicache.accepted import DSA_PAGE_SIZE
 from sglang.srt.mem_cache.layouts import LayoutConfigError, PoolKind
 
+from .geometry import (
+    DEFAULT_GEOMETRIES,
+    DSA_INDEX_HEAD_DIM,
+    DsaGeometry,
+    Geometry,
+    MhaGeometry,
+    MlaGeometry,
+)
+
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    import torch
 
-DSA_PAGE_SIZE = 64
-DSA_INDEX_HEAD_DIM = 128
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MhaGeometry:
-    """Keys and values of `heads` heads on this rank, `head_dim` wide."""
-
-    kind: ClassVar[PoolKind] = PoolKind.MHA
-    heads: int = 8
-    head_dim: int = 128
-    dtype: torch.dtype = torch.bfloat16
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MlaGeometry:
-    """One latent row and one rotary key for all heads (DeepSeek-V2/V3)."""
-
-    kind: ClassVar[PoolKind] = PoolKind.MLA
-    kv_lora_rank: int = 512
-    qk_rope_head_dim: int = 64
-    dtype: torch.dtype = torch.bfloat16
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DsaGeometry:
-    """An MLA row plus an index key (DeepSeek-V3.2, GLM-5). SGLang accepts no other `index_head_dim` than 128."""
-
-    kind: ClassVar[PoolKind] = PoolKind.DSA
-    kv_lora_rank: int = 512
-    qk_rope_head_dim: int = 64
-    index_head_dim: int = DSA_INDEX_HEAD_DIM
-    dtype: torch.dtype = torch.bfloat16
-
-    @property
-    def kv_cache_dim(self) -> int:
-        """Elements of a row; a float8 row packs latent, a float32 scale per 128 of it, and the bf16 rotary key."""
-        if self.dtype != torch.float8_e4m3fn:
-            return self.kv_lora_rank + self.qk_rope_head_dim
-        scales = self.kv_lora_rank // DSATokenToKVPool.quant_block_size
-        return self.kv_lora_rank + scales * 4 + self.qk_rope_head_dim * DSATokenToKVPool.rope_storage_dtype.itemsize
-
-
-Geometry: TypeAlias = MhaGeometry | MlaGeometry | DsaGeometry
-
-DEFAULT_GEOMETRIES: Mapping[PoolKind, Geometry] = {
-    geometry.kind: geometry for geometry in (MhaGeometry(), MlaGeometry(), DsaGeometry())
-}
+__all__ = [
+    "DEFAULT_GEOMETRIES",
+    "DSA_INDEX_HEAD_DIM",
+    "DSA_PAGE_SIZE",
+    "DsaGeometry",
+    "Geometry",
+    "MhaGeometry",
+    "MlaGeometry",
+    "build_device_pool",
+    "bytes_of",
+    "index_buffers",
+    "kv_buffers",
+]
 
 
 def build_device_pool(

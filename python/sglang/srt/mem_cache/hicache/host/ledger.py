@@ -8,6 +8,7 @@ agreed on once at start.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from operator import ge
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,19 @@ from sglang.srt.mem_cache.layouts.errors import LayoutInvariantError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from sglang.srt.mem_cache.layouts.plans import BackupPlan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostShortfall:
+    """A backup that was not admitted. Nothing was changed, on any rank.
+
+    `missing_pages` must be freed in each lane before `plan` can be written.
+    """
+
+    plan: BackupPlan
+    missing_pages: tuple[int, ...]
 
 
 class HostLedger:

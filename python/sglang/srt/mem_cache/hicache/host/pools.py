@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import torch
 from sglang.srt.mem_cache.hicache_storage import PoolName
 from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool, KVCache, MHATokenToKVPool, MLATokenToKVPool
-from sglang.srt.mem_cache.pool_host import HostKVCache, HostPoolGroup, PoolEntry
+from sglang.srt.mem_cache.pool_host import HostKVCache, HostPoolGroup, PoolEntry, base
 from sglang.srt.mem_cache.pool_host.common import _cuda_host_unregister
 from sglang.srt.mem_cache.pool_host.dsa import DSAIndexerPoolHost
 from sglang.srt.mem_cache.pool_host.mha import get_mha_host_pool_cls
@@ -22,7 +22,11 @@ from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 
 from sglang.srt.mem_cache.layouts import LayoutConfigError, PoolKind
 
+from ..device.geometry import index_key_bytes
 from ..device.kinds import pool_kind
+from ..device.pools import kv_buffers
+from .memory import refuse_too_large
+from .sizes import check_gb, check_ratio, host_pages, host_pool_bytes, size_flag
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -37,6 +41,7 @@ def build_host_pool(
     size_gb: float = 0,
     page_size: int,
     mem_layout: str,
+    ranks_on_machine: int = 1,
     allocator_type: str = "default",
 ) -> AnyHostPool:
     """The host pool of one rank: `size_gb` x 10^9 bytes of KV if positive, else `ratio` x the device pool's slots.
@@ -44,17 +49,14 @@ def build_host_pool(
     SGLang rounds down to whole pages and adds one. `mem_layout` is a value of ``--hicache-mem-layout``. The memory is
     pinned wherever SGLang pins it; it is not initialised. On a CPU call `cpu.support.install_cpu_support` first.
 
-    Raises `LayoutConfigError` for a pool that HiCache does not serve, a page size that is not the pool's, or sizes
-    that are not positive, and SGLang's `ValueError` for an unknown layout or too little host memory. The DSA sidecar
-    is sized after the anchor is allocated; the anchor is freed if it fails.
+    Raises `LayoutConfigError`, before anything is allocated, for a pool that HiCache does not serve, a page size that
+    is not the pool's, sizes that leave no page, or more than the machine has for `ranks_on_machine` such pools,
+    sidecars included; SGLang's `ValueError` for an unknown layout. If the DSA sidecar fails, the anchor is freed.
     """
     kind = pool_kind(device_pool)
     if page_size != device_pool.page_size:
         raise LayoutConfigError(f"page_size must be the device pool's {device_pool.page_size}, got {page_size}")
-    if size_gb < 0 or (size_gb == 0 and ratio <= 0):
-        raise LayoutConfigError(
-            f"--hicache-ratio must be > 0 without --hicache-size, and --hicache-size >= 0, got {ratio} and {size_gb}"
-        )
+    _refuse_sizes(device_pool, ratio, size_gb, ranks_on_machine)
     if kind is PoolKind.DSA and isinstance(device_pool, DSATokenToKVPool):
         anchor = MLATokenToKVPoolHost(
             device_pool,
@@ -74,6 +76,36 @@ def build_host_pool(
     raise LayoutConfigError(
         f"HiCache with a KV layout strategy does not support the KV pool {type(device_pool).__name__}; "
         "accepted pools: DSA, MLA, MHA"
+    )
+
+
+def _refuse_sizes(device_pool: KVCache, ratio: float, size_gb: float, ranks_on_machine: int) -> None:
+    """What only a rank can judge, since it alone knows the size of its device pool. Raises `LayoutConfigError`."""
+    check_ratio("--hicache-ratio", ratio)
+    check_gb("--hicache-size", size_gb)
+    rows = [buffer[:1].nbytes for buffer in kv_buffers(device_pool)]
+    kv_bytes = sum(rows)
+    index_bytes = 0
+    if isinstance(device_pool, DSATokenToKVPool):  # a host index has a row for each layer that has KV here
+        index_bytes = index_key_bytes(device_pool.index_head_dim) * sum(row > 0 for row in rows)
+    pages = host_pages(
+        ratio=ratio,
+        gigabytes=size_gb,
+        device_tokens=device_pool.size,
+        page_size=device_pool.page_size,
+        kv_slot_bytes=kv_bytes,
+    )
+    refuse_too_large(
+        size_flag(ratio, size_gb),
+        rank_bytes=host_pool_bytes(
+            pages=pages,
+            page_size=device_pool.page_size,
+            kv_slot_bytes=kv_bytes,
+            index_slot_bytes=index_bytes,
+        ),
+        ranks=ranks_on_machine,
+        reserve_bytes=base.HICACHE_HOST_MEMORY_RESERVE_BYTES,
+        parts="KV and index" if index_bytes else "KV",
     )
 
 

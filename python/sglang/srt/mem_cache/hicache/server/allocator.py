@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from sglang.srt.mem_cache.layouts.pages import LaneArray, PageArray
 
-    from ..tree.request_pages import RequestPages
+    from ..requests.pages import RequestPages
 
 
 class ServingSlotAllocator(CPSharedPagedTokenToKVPoolAllocator):
@@ -42,9 +42,14 @@ class ServingSlotAllocator(CPSharedPagedTokenToKVPoolAllocator):
     _allocated: list[PageArray] | None = None
     off_lane_pages = 0
 
-    def evict_with(self, make_room: Callable[[LaneArray], None]) -> None:
-        """`make_room` evicts until the lanes given have room, or does nothing if it cannot be made."""
+    def serve(self, make_room: Callable[[LaneArray], None], request_pages: RequestPages | None) -> None:
+        """Serve the cache that was built over this allocator. SGLang makes allocators first.
+
+        `make_room` evicts until the lanes given have room, or does nothing if it cannot be made; `request_pages` is
+        told what requests are given.
+        """
         self._make_room = make_room
+        self.request_pages = request_pages
 
     @contextmanager
     def chain_bases(self, bases: Sequence[int]) -> Iterator[list[PageArray]]:

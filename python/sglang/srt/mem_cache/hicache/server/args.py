@@ -18,9 +18,11 @@ from sglang.srt.mem_cache.layouts.errors import LayoutConfigError
 from sglang.srt.mem_cache.layouts.registry import known_layouts
 
 from ..check.releases import supported_releases
-from .choice import CONFIG_FLAG, CP_SHARED_FLAG, STRATEGY_FLAG, attach_choice, choice_of, choose
+from .choice import CONFIG_FLAG, CP_SHARED_FLAG, RADIX_BACKEND, STRATEGY_FLAG, attach_choice, choice_of, choose
 from .graphs import phases_asked_for, phases_with_graphs, turn_graphs_off
-from .refusals import RADIX_BACKEND, ModelFacts, ServerFacts, refuse_what_does_not_fit
+from .hooks import refuse_missing_hooks
+from .refusals import ServerFacts, refuse_what_does_not_fit
+from .values import refuse_sizes, refuse_values
 
 if TYPE_CHECKING:
     import argparse
@@ -75,21 +77,22 @@ def keyword_factory(original: Callable[..., ServerArgs]) -> Callable[..., Server
     return build
 
 
-def check(_result: None, server_args: ServerArgs) -> None:
-    """After ``ServerArgs.check_server_args``, in the parent: refuse what does not fit, name what is unusual.
+def check(original: Callable[[ServerArgs], None], server_args: ServerArgs) -> None:
+    """Around ``ServerArgs.check_server_args``, in the parent: refuse what does not fit, name what is unusual.
 
-    A strategy that shares pages out over a group of one rank becomes `identity`, with a warning. Raises
-    `LayoutConfigError`, with nothing spawned.
+    Numbers that SGLang's own check divides by are judged before it, all else after it. A strategy that shares pages
+    out over a group of one rank becomes `identity`, with a warning. Raises `LayoutConfigError`, with nothing spawned.
     """
     choice = choice_of(server_args)
     if choice is None:
+        original(server_args)
         return
+    refuse_sizes(resolving_view(server_args))
+    original(server_args)
     refuse_unsupported_release(choice.asked)
-    from .plugin import refuse_missing_hooks
-
     refuse_missing_hooks(choice.asked)
     facts = server_facts(server_args)
-    lanes = choice.create(page_size=facts.args.page_size, shard_size=facts.shard_size, shard_rank=0).lane_count
+    lanes = choice.create_group(page_size=facts.args.page_size, shard_size=facts.shard_size)[0].lane_count
     if facts.shard_size == 1 and choice.strategy != DEFAULT_LAYOUT:
         logger.warning(
             "%s: the shard group has one rank (--tp-size %d), so there is nothing to share; using %s %s",
@@ -102,6 +105,7 @@ def check(_result: None, server_args: ServerArgs) -> None:
         attach_choice(server_args, choice)
     for warning in refuse_what_does_not_fit(facts, choice.asked, sharded=lanes > 1):
         logger.warning("%s", warning)
+    refuse_values(facts)
     if facts.graphs_on and lanes > 1:
         turn_graphs_off(server_args)
 
@@ -109,23 +113,15 @@ def check(_result: None, server_args: ServerArgs) -> None:
 def server_facts(server_args: ServerArgs) -> ServerFacts:
     """What the table of `refusals` asks about. Reads the model's configuration, not its weights."""
     from sglang.srt.arg_groups.model_override_base import model_config_of
-    from sglang.srt.configs.hybrid_arch import mambaish_config
-    from sglang.srt.configs.model_config import AttentionArch, get_dsa_index_kpool, is_deepseek_dsa
     from sglang.srt.utils import is_cuda
 
     from ..cpu.support import accelerator_present
+    from .models import model_facts
 
     args = resolving_view(server_args)
-    model = model_config_of(server_args)
     return ServerFacts(
         args=args,
-        model=ModelFacts(
-            is_mla=model.attention_arch == AttentionArch.MLA,
-            is_dsa=is_deepseek_dsa(model.hf_config),
-            index_kpool=get_dsa_index_kpool(model.hf_config),
-            is_hybrid_swa=model.is_hybrid_swa,
-            is_recurrent=mambaish_config(model) is not None,
-        ),
+        model=model_facts(model_config_of(server_args), args.kv_cache_dtype),
         shard_size=shard_size(args),
         on_cpu=not accelerator_present(),
         on_nvidia=is_cuda(),

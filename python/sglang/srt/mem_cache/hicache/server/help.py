@@ -1,8 +1,9 @@
 """Our flags in ``sglang serve --help``, which SGLang prints without loading plugins.
 
-SGLang asks its platforms, ours among them, while it is imported, long before it makes the parser of its server
-arguments. So a process that is there to print help is told then to hook the parser up as soon as SGLang's module of
-server arguments has been imported. Every other process is left alone: there SGLang loads the plugin itself.
+SGLang asks its platforms, ours among them, while it is imported, in every process and long before it makes the parser
+of its server arguments. So a process that is there to print help is told then to hook the parser up as soon as
+SGLang's module of server arguments has been imported. Every other process is left alone: there SGLang loads the plugin
+itself.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import importlib.util
 import sys
 from typing import TYPE_CHECKING, Final
 
+from ..cpu import platform
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from importlib.machinery import ModuleSpec
@@ -19,6 +22,12 @@ if TYPE_CHECKING:
 
 _SERVER_ARGS_MODULE: Final = "sglang.srt.server_args"
 _HELP: Final = frozenset({"-h", "--help"})
+
+
+def activate() -> str | None:
+    """Entry point of the group ``sglang.srt.platforms``: see `cpu.platform.activate`, after a look at the arguments."""
+    show_flags_in_help(sys.argv)
+    return platform.activate()
 
 
 def show_flags_in_help(argv: Sequence[str]) -> None:

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from sglang.srt.distributed.parallel_state_wrapper import ParallelState
     from sglang.srt.managers.scheduler_components.metrics_reporter import SchedulerMetricsReporter
 
+    from sglang.srt.mem_cache.layouts.registry import AnyKVLayoutStrategy
+
     from .allocator import ServingSlotAllocator
 
 PREFIX: Final = "sglang:kv_layout_"
@@ -45,7 +47,7 @@ GAUGES: Final[Mapping[str, str]] = {
 }
 COUNTERS: Final[Mapping[str, str]] = {
     "zero_owned_backups": "Backups of which this rank copied nothing, because others own every page.",
-    "refused_backups": "Backups that found no host room even after eviction.",
+    "refused_backups": "Nodes that left the device without a host copy, since no room could be made for one.",
     "refused_loads": "Load-backs that found no device room even after eviction; the tokens were recomputed.",
     "off_lane_pages": "Pages of requests that went to another lane than their chain's, because that one was full.",
     "page_reads": "Times that this rank read page numbers from its device, which waits for it; expected to stay 0.",
@@ -111,13 +113,12 @@ def report_host_tokens(_result: None, reporter: SchedulerMetricsReporter) -> Non
 class LayoutMetrics:
     """Publishes a cache's state, at most once in `INTERVAL_SECONDS`. Needs prometheus_client."""
 
-    def __init__(self, cache: HiRadixCache[Any], allocator: ServingSlotAllocator, rank: ReportingRank) -> None:
+    def __init__(self, layout: AnyKVLayoutStrategy, allocator: ServingSlotAllocator, rank: ReportingRank) -> None:
         # SGLang sets PROMETHEUS_MULTIPROC_DIR before this runs; the import must come after it.
         from prometheus_client import Counter, Gauge
 
-        self._cache = cache
         self._allocator = allocator
-        labels = {"layout": cache.layout.name, **rank.labels}
+        labels = {"layout": layout.name, **rank.labels}
         names = list(labels)
         self._gauges = {
             name: Gauge(PREFIX + name, text, names, multiprocess_mode="mostrecent").labels(**labels)
@@ -132,43 +133,43 @@ class LayoutMetrics:
         self._counted = dict.fromkeys(self._counters, 0)
         self._next = 0.0
 
-    def publish(self) -> None:
+    def publish(self, cache: HiRadixCache[Any]) -> None:
         """Publish if it is time."""
         now = time.monotonic()
         if now < self._next:
             return
         self._next = now + INTERVAL_SECONDS
-        gauges, counts = self.gauge_values(), self.counter_values()
+        gauges, counts = self.gauge_values(cache), self.counter_values(cache)
         for name, gauge in self._gauges.items():
             gauge.set(gauges[name])
         for name, counter in self._counters.items():
             counter.inc(counts[name] - self._counted[name])
             self._counted[name] = counts[name]
 
-    def gauge_values(self) -> dict[str, int]:
+    def gauge_values(self, cache: HiRadixCache[Any]) -> dict[str, int]:
         """Values of `GAUGES` now."""
-        layout, ledger = self._cache.layout, self._cache.cache_controller.ledger
+        layout, ledger = cache.layout, cache.cache_controller.ledger
         used, room = ledger.used_pages, self._allocator.room_pages()
         own = used[layout.lane] * layout.page_size
         return {
             "device_used_tokens": self._allocator.size - self._allocator.available_size(),
             "device_capacity_tokens": self._allocator.size,
             "device_page_imbalance": int(room.max() - room.min()),
-            "host_used_tokens": _host_used_tokens(self._cache),
-            "host_capacity_tokens": _host_capacity_tokens(self._cache),
-            "host_used_bytes": own * self._cache.cache_controller.transfer.bytes_per_token,
+            "host_used_tokens": _host_used_tokens(cache),
+            "host_capacity_tokens": _host_capacity_tokens(cache),
+            "host_used_bytes": own * cache.cache_controller.transfer.bytes_per_token,
             "host_page_imbalance": max(used) - min(used),
         }
 
-    def counter_values(self) -> dict[str, int]:
+    def counter_values(self, cache: HiRadixCache[Any]) -> dict[str, int]:
         """Values of `COUNTERS` since the start."""
-        stats = self._cache.stats
+        stats = cache.stats
         return {
             "zero_owned_backups": stats.zero_owned_backups,
             "refused_backups": stats.refused_backups,
             "refused_loads": stats.refused_loads,
             "off_lane_pages": self._allocator.off_lane_pages,
-            "page_reads": 0 if self._cache.request_pages is None else self._cache.request_pages.reads,
+            "page_reads": 0 if cache.request_pages is None else cache.request_pages.reads,
         }
 
 

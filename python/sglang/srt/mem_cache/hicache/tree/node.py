@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Generic
 
 from sglang.srt.mem_cache.radix_cache import TreeNode
 
+from sglang.srt.mem_cache.layouts.errors import LayoutInvariantError
 from sglang.srt.mem_cache.layouts.pages import NO_PAGES, PageArray
 from sglang.srt.mem_cache.layouts.protocol import MetadataT
 
@@ -30,7 +31,8 @@ class LayoutTreeNode(TreeNode, Generic[MetadataT]):
 
     `value` are the logical slots, int64, shape ``[tokens]``, on the pool's device, or None if evicted;
     `slot_pages` are the same as page numbers in host memory, empty if evicted. `metadata` is None if the node
-    has no host copy. Times are ticks of the tree's logical clock, equal on all ranks.
+    has no host copy. `host_ref_counter` counts the transfers that hold it or one below it. Times are ticks of the
+    tree's logical clock, equal on all ranks.
     """
 
     parent: LayoutTreeNode[MetadataT] | None
@@ -118,8 +120,18 @@ class LayoutTreeNode(TreeNode, Generic[MetadataT]):
         return self.value is not None and self.lock_ref == 0 and self.device_children == 0 and not self.is_root
 
     @property
+    def is_mirror_leaf(self) -> bool:
+        """On the device and on the host, not held there, with no child on the host: the host copy can be given up."""
+        return (
+            self.metadata is not None
+            and self.value is not None
+            and self.host_ref_counter == 0
+            and self.host_children == 0
+        )
+
+    @property
     def is_host_leaf(self) -> bool:
-        """Only on the host, neither locked nor protected, with no child on the host: can be deleted."""
+        """Only on the host, neither locked nor held, with no child on the host: can be deleted."""
         return (
             self.value is None
             and self.metadata is not None
@@ -127,3 +139,10 @@ class LayoutTreeNode(TreeNode, Generic[MetadataT]):
             and self.host_ref_counter == 0
             and self.host_children == 0
         )
+
+
+def parent_of(node: LayoutTreeNode[MetadataT]) -> LayoutTreeNode[MetadataT]:
+    """The node above `node`. Raises `LayoutInvariantError` for the root."""
+    if node.parent is None:
+        raise LayoutInvariantError(f"node {node.id} has no parent; the walk should have ended at the root")
+    return node.parent

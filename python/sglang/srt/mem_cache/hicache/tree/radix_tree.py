@@ -1,14 +1,16 @@
-"""`LayoutRadixTree`: the tree itself. Matching, insertion and splitting.
+"""`LayoutRadixTree`: the structure. Nodes, matching, insertion and splitting.
 
-It extends SGLang's `RadixCache` (which keeps the request-level calls) by way of `tree_accounting`, and knows two
-tiers only as states of its nodes; moving nodes between tiers is `radix_cache.HiRadixCache`'s work. All state is a
-function of the calls made, never of a clock or of this rank, so equal calls give equal trees on all ranks.
+Two tiers are known here only as states of the nodes. Who moves them between tiers stands in `backups`, `device_room`,
+`host_room` and `load_backs`, and all of these ask the tree, never the other way round: whoever inserts says what is to
+happen to nodes that are used. All state is a function of the calls made, never of a clock or of this rank, so equal
+calls give equal trees on all ranks.
 """
 
 from __future__ import annotations
 
 import sys
 from array import array
+from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic
 
@@ -19,46 +21,83 @@ from sglang.srt.mem_cache.utils import compute_node_hash_values, split_node_hash
 
 from sglang.srt.mem_cache.layouts.errors import LayoutInvariantError
 from sglang.srt.mem_cache.layouts.pages import PageArray, pages_of_tokens, tokens_of_pages
-from sglang.srt.mem_cache.layouts.protocol import MetadataT
+from sglang.srt.mem_cache.layouts.protocol import KVLayoutStrategy, MetadataT
 
-from .accounting import TreeAccounting, parent_of
-from .node import LayoutTreeNode
+from .node import LayoutTreeNode, parent_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
+    from sglang.srt.mem_cache.events import KVCacheEventRecorder
+
+    from .accounting import Accounting
+    from .in_flight import InFlight
+
+
+@dataclass(slots=True, kw_only=True)
+class RequestUse:
+    """The first `counted` tokens of a request's chain have been counted as used by it."""
+
+    counted: int = 0
 
 
 @dataclass(kw_only=True)
 class PagedInsertParams(InsertParams):
-    """SGLang's `InsertParams` with the page numbers of `value`, so that nothing is read back from the device."""
+    """SGLang's `InsertParams` with the page numbers of `value`, so that nothing is read back from the device.
+
+    `use` is that of the request whose slots these are: it uses a node once, however often it is inserted.
+    """
 
     slot_pages: PageArray | None = None
+    use: RequestUse | None = None
 
 
-class LayoutRadixTree(TreeAccounting[MetadataT], Generic[MetadataT]):
+class LayoutRadixTree(Generic[MetadataT]):
     """A radix tree over whole pages whose nodes may lie on the device, on the host, or both.
+
+    `accounting` hears of every change of a node's state, `in_flight` of nodes that are split, `events` of what is
+    stored. With `bigrams` keys are pairs of neighbouring tokens, as for EAGLE. `device` is where slots lie.
 
     Invariant: a node on the device has its whole prefix on the device.
     """
 
+    def __init__(
+        self,
+        layout: KVLayoutStrategy[MetadataT],
+        *,
+        accounting: Accounting[MetadataT],
+        in_flight: InFlight[MetadataT],
+        events: KVCacheEventRecorder,
+        device: torch.device,
+        bigrams: bool = False,
+    ) -> None:
+        self.page_size = layout.page_size
+        self.bigrams = bigrams
+        self._layout = layout
+        self._accounting = accounting
+        self._in_flight = in_flight
+        self._events = events
+        self._device = device
+        self.reset()
+
     def reset(self) -> None:
         """An empty tree. Slots and host pages are the caller's to free."""
-        super().reset()
         self._tick = 0
         self._next_id = 0
-        self.root_node = self._new_node(RadixKey(array("q")), priority=-sys.maxsize)
-        self.root_node.value = torch.empty(0, dtype=torch.int64, device=self.device)
-        self.root_node.lock_ref = 1
-        self.root_node.hash_value = []
-        self._empty_match_result = MatchResult(
-            device_indices=self.root_node.value,
-            last_device_node=self.root_node,
-            last_host_node=self.root_node,
-            best_match_node=self.root_node,
+        self.root = self._new_node(RadixKey(array("q")), priority=-sys.maxsize)
+        no_slots = torch.empty(0, dtype=torch.int64, device=self._device)
+        self.root.value = no_slots
+        self.root.lock_ref = 1
+        self.root.hash_value = []
+        self.nothing_found = MatchResult(
+            device_indices=no_slots,
+            last_device_node=self.root,
+            last_host_node=self.root,
+            best_match_node=self.root,
         )
-        self.kv_events.record_all_cleared()
+        self._in_flight.clear()
+        self._accounting.reset(self.root)
 
     # Matching.
 
@@ -68,10 +107,10 @@ class LayoutRadixTree(TreeAccounting[MetadataT], Generic[MetadataT]):
         A node is split if the match ends inside it. `device_indices` are slots; `host_hit_length` counts the
         logical tokens that only the host has.
         """
-        key, _ = params.key.maybe_to_bigram_view(self.is_eagle)
-        key = _whole_pages_of(key, self.page_size)
-        if self.disable or len(key) == 0:
-            return self._empty_match_result
+        key, _ = params.key.maybe_to_bigram_view(self.bigrams)
+        key = whole_pages_of(key, self.page_size)
+        if len(key) == 0:
+            return self.nothing_found
         values: list[torch.Tensor] = []
         last_node = self._walk(key, values)
         host_hit_length = 0
@@ -83,7 +122,7 @@ class LayoutRadixTree(TreeAccounting[MetadataT], Generic[MetadataT]):
         while not host_node.backuped:
             host_node = parent_of(host_node)
         return MatchResult(
-            device_indices=torch.cat(values) if values else self._empty_match_result.device_indices,
+            device_indices=torch.cat(values) if values else self.nothing_found.device_indices,
             last_device_node=device_node,
             last_host_node=host_node,
             best_match_node=host_node,
@@ -92,7 +131,7 @@ class LayoutRadixTree(TreeAccounting[MetadataT], Generic[MetadataT]):
 
     def _walk(self, key: RadixKey, values: list[torch.Tensor]) -> LayoutTreeNode[MetadataT]:
         tick = self._now()
-        node = self.root_node
+        node = self.root
         node.last_access_time = tick
         matched, end = 0, len(key)
         while matched < end:
@@ -101,7 +140,7 @@ class LayoutRadixTree(TreeAccounting[MetadataT], Generic[MetadataT]):
                 break
             shared = child.key.match_at(key, matched, self.page_size)
             child.last_access_time = tick
-            self._touch(child)
+            self._accounting.touch(child)
             node = self._split_node(child.key, child, shared) if shared < child.tokens else child
             matched += shared
             if node.value is not None:
@@ -112,44 +151,48 @@ class LayoutRadixTree(TreeAccounting[MetadataT], Generic[MetadataT]):
 
     # Insertion.
 
-    def insert(self, params: InsertParams) -> InsertResult:
+    def insert(
+        self, params: InsertParams, on_use: Callable[[LayoutTreeNode[MetadataT]], None] | None = None
+    ) -> InsertResult:
         """Put a chain of slots into the tree; `value` is one slot a token, int64, on the pool's device.
 
         Nodes that had left the device get the new slots. `prefix_len` counts the tokens whose slots the tree had
-        already: the caller frees its duplicates of those. The rest belongs to the tree from now on. The page
-        numbers come with `PagedInsertParams`; else they are read from `value`, which waits for its device. Raises
-        `LayoutInvariantError`, with the tree unchanged, for fewer slots or pages than tokens, or parts of pages.
+        already: the caller frees its duplicates of those. The rest belongs to the tree from now on. `on_use` is
+        called with each node of the chain, before the next one is looked at, but not where `use` says that the request
+        has used it before. The page numbers come with `PagedInsertParams`; else they are read from `value`, which
+        waits for its device. Raises `LayoutInvariantError`, with the tree unchanged, for fewer slots or pages than
+        tokens, or parts of pages.
         """
-        if self.disable:
-            return InsertResult(prefix_len=0)
-        key, value = params.key.maybe_to_bigram_view(self.is_eagle, params.value)
-        key = _whole_pages_of(key, self.page_size)
+        key, value = params.key.maybe_to_bigram_view(self.bigrams, params.value)
+        key = whole_pages_of(key, self.page_size)
         if len(key) == 0:
             return InsertResult(prefix_len=0)
         if value is None or len(value) < len(key):
             raise LayoutInvariantError(
                 f"insert of {len(key)} tokens came with {0 if value is None else len(value)} slots"
             )
-        pages = params.slot_pages if isinstance(params, PagedInsertParams) else None
+        pages, use = (params.slot_pages, params.use) if isinstance(params, PagedInsertParams) else (None, None)
         if pages is None:
-            pages = self._slot_pages_of(value[: len(key)])
+            pages = read_slot_pages(value[: len(key)], self.page_size)
         if len(pages) * self.page_size < len(key):
             raise LayoutInvariantError(f"insert of {len(key)} tokens came with {len(pages)} slot pages")
-        return self._insert_slots(key, value, pages, params.priority or 0, params.chunked)
-
-    def _slot_pages_of(self, value: torch.Tensor) -> PageArray:
-        """Page numbers of `value`, read from its device. `LayoutInvariantError` if a slot is not where it belongs."""
-        slots = value.to("cpu", torch.int64)
-        pages = pages_of_tokens(slots, self.page_size)
-        if not torch.equal(slots, tokens_of_pages(pages, self.page_size)):
-            raise LayoutInvariantError(f"{len(slots)} slots to insert are no whole pages of {self.page_size}")
-        return pages
+        counted = 0 if use is None else use.counted
+        result = self._insert_slots(key, value, pages, params.priority or 0, counted, on_use)
+        if use is not None and on_use is not None:
+            use.counted = max(counted, len(key))
+        return result
 
     def _insert_slots(
-        self, key: RadixKey, value: torch.Tensor, pages: PageArray, priority: int, chunked: bool
+        self,
+        key: RadixKey,
+        value: torch.Tensor,
+        pages: PageArray,
+        priority: int,
+        counted: int,
+        on_use: Callable[[LayoutTreeNode[MetadataT]], None] | None,
     ) -> InsertResult:
         tick = self._now()
-        node = self.root_node
+        node = self.root
         at, duplicates, end = 0, 0, len(key)
         while at < end:
             child = node.children.get(key.child_key_at(at, self.page_size))
@@ -158,20 +201,23 @@ class LayoutRadixTree(TreeAccounting[MetadataT], Generic[MetadataT]):
             shared = child.key.match_at(key, at, self.page_size)
             child.last_access_time = tick
             child.priority = max(child.priority, priority)
-            self._touch(child)
+            self._accounting.touch(child)
             node = self._split_node(child.key, child, shared) if shared < child.tokens else child
             if node.value is None:
-                self._put_on_device(node, value[at : at + shared].clone(), self._page_range(pages, at, at + shared))
-                self.kv_events.record_store(node)
+                own = self._page_range(pages, at, at + shared)
+                self._accounting.put_on_device(node, value[at : at + shared].clone(), own)
+                self._events.record_store(node)
             else:
                 duplicates += shared
-                self._on_hit(node, chunked)
+            if on_use is not None and at >= counted:
+                on_use(node)
             at += shared
         if at < end:
             node = self._add_leaf(node, key[at:], priority)
-            self._put_on_device(node, value[at:end].clone(), self._page_range(pages, at, end))
-            self.kv_events.record_store(node)
-            self._on_hit(node, chunked)
+            self._accounting.put_on_device(node, value[at:end].clone(), self._page_range(pages, at, end))
+            self._events.record_store(node)
+            if on_use is not None:  # also where the request was here before, and what it had left is gone
+                on_use(node)
         return InsertResult(prefix_len=duplicates, last_device_node=node)
 
     def _page_range(self, pages: PageArray, start: int, stop: int) -> PageArray:
@@ -182,22 +228,16 @@ class LayoutRadixTree(TreeAccounting[MetadataT], Generic[MetadataT]):
         leaf = self._new_node(key, priority=priority, tick=self._now())
         leaf.parent = parent
         parent.children[key.child_key(self.page_size)] = leaf
-        if self.kv_events.enabled:
+        if self._events.enabled:
             leaf.hash_value = compute_node_hash_values(leaf, self.page_size)
         return leaf
-
-    def _on_hit(self, node: LayoutTreeNode[MetadataT], chunked: bool) -> None:
-        """A request reused or created `node`. Chunks of one request do not count as hits of each other."""
-        if not chunked:
-            node.hit_count += 1
-            self._touch(node)
 
     # Structure.
 
     def _split_node(self, key: RadixKey, child: LayoutTreeNode[MetadataT], split_len: int) -> LayoutTreeNode[MetadataT]:
         """Insert a node above `child` that takes over its first `split_len` tokens, and return it.
 
-        Slots and metadata are divided, by the strategy where it is metadata; locks and host protection hold
+        Slots and metadata are divided, by the strategy where it is metadata; locks and host holds count
         for both halves; hit count and priority are inherited.
         """
         upper = self._new_node(key[:split_len], priority=child.priority, tick=self._tick)
@@ -221,34 +261,42 @@ class LayoutRadixTree(TreeAccounting[MetadataT], Generic[MetadataT]):
             upper.set_slots(value[:split_len].clone(), slot_pages[:pages].copy())
             child.set_slots(value[split_len:].clone(), slot_pages[pages:].copy())
         if metadata is not None:
-            first, rest = self.layout.split(metadata, split_len)
+            first, rest = self._layout.split(metadata, split_len)
             upper.set_metadata(first)
             child.set_metadata(rest)
-        self._after_split(upper, child)
-        self._refresh(upper)
-        self._refresh(child)
+        self._in_flight.split(upper, child)
+        self._accounting.refresh(upper)
+        self._accounting.refresh(child)
         return upper
 
-    def _after_split(self, upper: LayoutTreeNode[MetadataT], child: LayoutTreeNode[MetadataT]) -> None:
-        """Hook: work under way on `child` now concerns `upper` too."""
+    def unlink(self, node: LayoutTreeNode[MetadataT]) -> None:
+        """Take a node that holds nothing out of the tree, and with it all below.
 
-    def _unlink(self, node: LayoutTreeNode[MetadataT]) -> None:
-        """Take a node that holds nothing out of the tree, and with it all below."""
+        Raises `LayoutInvariantError` if its parent does not know it under its key.
+        """
         parent = parent_of(node)
         removed = parent.children.pop(node.key.child_key(self.page_size), None)
         if removed is not node:
             raise LayoutInvariantError(f"node {node.id} is not the child of node {parent.id} under its own key")
-        self._refresh(parent)
+        self._accounting.refresh(parent)
 
     # Inspection.
 
     def nodes(self) -> Iterator[LayoutTreeNode[MetadataT]]:
         """Every node but the root, parents first, children in order of insertion."""
-        stack = list(reversed(self.root_node.children.values()))
+        stack = list(reversed(self.root.children.values()))
         while stack:
             node = stack.pop()
             yield node
             stack.extend(reversed(node.children.values()))
+
+    def nodes_below(self, top: LayoutTreeNode[MetadataT]) -> Iterator[LayoutTreeNode[MetadataT]]:
+        """Every node below `top`, level by level."""
+        waiting = deque(top.children.values())
+        while waiting:
+            node = waiting.popleft()
+            yield node
+            waiting.extend(node.children.values())
 
     def total_size(self) -> int:
         """Logical tokens on the device."""
@@ -257,7 +305,7 @@ class LayoutRadixTree(TreeAccounting[MetadataT], Generic[MetadataT]):
     def all_values_flatten(self) -> torch.Tensor:
         """Every slot that the tree holds: int64, shape ``[tokens]``, on the pool's device."""
         values = [node.value for node in self.nodes() if node.value is not None]
-        return torch.cat(values) if values else self._empty_match_result.device_indices
+        return torch.cat(values) if values else self.nothing_found.device_indices
 
     def _new_node(self, key: RadixKey, *, priority: int, tick: int | None = None) -> LayoutTreeNode[MetadataT]:
         self._next_id += 1
@@ -270,7 +318,7 @@ class LayoutRadixTree(TreeAccounting[MetadataT], Generic[MetadataT]):
         return self._tick
 
 
-def _whole_pages_of(key: RadixKey, page_size: int) -> RadixKey:
+def whole_pages_of(key: RadixKey, page_size: int) -> RadixKey:
     """`key` up to its last whole page, sharing its tokens: SGLang's `page_aligned` copies them."""
     tokens = len(key) // page_size * page_size
     if tokens == len(key):
@@ -279,3 +327,15 @@ def _whole_pages_of(key: RadixKey, page_size: int) -> RadixKey:
         return key[:0]
     raw_tokens = tokens + 1 if key.is_bigram else tokens
     return RadixKey(key.token_ids, key.extra_key, key.is_bigram, raw_tokens, key.cache_salt)
+
+
+def read_slot_pages(value: torch.Tensor, page_size: int) -> PageArray:
+    """Page numbers of the slots `value`, int64, shape ``[tokens]``, read from their device, which waits for it.
+
+    `LayoutInvariantError` if a slot is not where it belongs.
+    """
+    slots = value.to("cpu", torch.int64)
+    pages = pages_of_tokens(slots, page_size)
+    if not torch.equal(slots, tokens_of_pages(pages, page_size)):
+        raise LayoutInvariantError(f"{len(slots)} slots to insert are no whole pages of {page_size}")
+    return pages

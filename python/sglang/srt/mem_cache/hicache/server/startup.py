@@ -1,61 +1,53 @@
-"""Our hooks inside a scheduler: pools, allocator, capacity, cache, and which pages a forward pass reads.
+"""Our hooks while a scheduler starts: pools, allocator, capacity and cache.
 
 Each looks for the choice that travels with the server args, or for what an earlier one of them made because of it,
 and otherwise hands on what SGLang does. One strategy object is made, with the allocator; pool, controller and tree
 share it::
 
     build_pool ─▶ build_allocator ─▶ report_logical_capacity ─▶ build_cache
-    (SGLang's)    (strategy, lanes)  (N x the rows of a rank)   (tree, controller, host tier)
-
-    every batch:  extend_batch, decode_batch (bases of the chains; pages of the requests, recorded in host memory)
-                  ─▶ begin_forward (pages that attention will read)
+    (SGLang's)    (strategy, lanes)  (N x the rows of a rank)   (tree, controller, host tier: see `assemble`)
 """
 
 from __future__ import annotations
 
 import logging
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any
 
 import msgspec
-import numpy as np
-import torch
 from sglang.srt.runtime_context import get_parallel
 
 from sglang.srt.mem_cache import kv_cache_configurator
 from sglang.srt.mem_cache.layouts.config import GroupKind
 from sglang.srt.mem_cache.layouts.errors import LayoutConfigError, LayoutInvariantError
+from sglang.srt.mem_cache.layouts.owners import shares_pools
 
+from ..assemble import assemble_cache
 from ..device.page_reader import SharedPages, group_sum
 from ..device.pools import bytes_of
 from ..device.shared_pools import LayoutDSATokenToKVPool, LayoutMLATokenToKVPool
+from ..environment import refuse_lanes_that_ranks_share
 from ..host.pools import host_bytes_of
 from ..radix_cache import HiRadixCache
-from ..settings import HiCacheSettings, ShardGroup
-from ..tree.request_pages import RequestPages
+from ..requests.pages import RequestPages
+from ..settings import HiCacheSettings, ShardGroup, peer_seconds
 from .allocator import ServingSlotAllocator
 from .choice import choice_of
+from .hooks import refuse_missing_hooks
 from .metrics import LayoutMetrics, ReportingRank, traffic_collector
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator
 
     from sglang.srt.distributed.parallel_state import GroupCoordinator
-    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
     from sglang.srt.mem_cache.allocator.base import BaseTokenToKVPoolAllocator
     from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigResult, KVCacheConfigurator
     from sglang.srt.mem_cache.memory_pool import KVCache
     from sglang.srt.mem_cache.registry import TreeCacheBuildContext
-    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
-    from sglang.srt.model_executor.model_runner import ModelRunner
 
-    from sglang.srt.mem_cache.layouts.protocol import ShardedPoolLayout
     from sglang.srt.mem_cache.layouts.registry import AnyKVLayoutStrategy
 
 logger = logging.getLogger(__name__)
-
-
-# Start-up.
 
 
 def build_pool(original: Callable[..., KVCache], configurator: KVCacheConfigurator, **sizes: Any) -> KVCache:  # noqa: ANN401
@@ -80,6 +72,8 @@ def build_allocator(
         return original(configurator, sizes=sizes, token_to_kv_pool=token_to_kv_pool, **others)
     group = shard_group()
     layout = choice.create(page_size=configurator.page_size, shard_size=group.size, shard_rank=group.rank)
+    if group.size > 1:
+        refuse_lanes_that_ranks_share(layout, _shard_ranks().cpu_group, peer_seconds=peer_seconds())
     share_pool(token_to_kv_pool, layout)
     return ServingSlotAllocator(
         layout=layout,
@@ -106,8 +100,6 @@ def build_cache(context: TreeCacheBuildContext) -> HiRadixCache[Any]:
     Raises `LayoutConfigError` if it is reached by any other way, `LayoutInvariantError` if the slot allocator is
     SGLang's.
     """
-    from .plugin import refuse_missing_hooks
-
     choice = choice_of(context.server_args)
     if choice is None:
         raise LayoutConfigError(
@@ -117,24 +109,22 @@ def build_cache(context: TreeCacheBuildContext) -> HiRadixCache[Any]:
     allocator = context.params.token_to_kv_pool_allocator
     if not isinstance(allocator, ServingSlotAllocator):
         raise LayoutInvariantError(f"{choice.asked}: the slot allocator is {type(allocator).__name__}, not ours")
-    group = shard_group()
-    cache: HiRadixCache[Any] = HiRadixCache(
-        context.params, layout=allocator.layout, settings=HiCacheSettings.from_server(), group=group
+    layout, params, group = allocator.layout, context.params, shard_group()
+    pages = None if params.req_to_token_pool is None else RequestPages(params.req_to_token_pool, layout.page_size)
+    rank = ReportingRank.at(context.tp_worker.ps) if params.enable_metrics else None
+    cache: HiRadixCache[Any] = assemble_cache(
+        params,
+        layout=layout,
+        settings=HiCacheSettings.from_server(),
+        group=group,
+        request_pages=pages,
+        collector=None if rank is None else traffic_collector(HiRadixCache.__name__, rank),
+        publish=None if rank is None else LayoutMetrics(layout, allocator, rank).publish,
     )
-    allocator.evict_with(cache.make_device_room)
-    mirror_requests(cache, allocator)
-    if context.params.enable_metrics:
-        rank = ReportingRank.at(context.tp_worker.ps)
-        cache.metrics_collector = traffic_collector(type(cache).__name__, rank)
-        cache.reporter = LayoutMetrics(cache, allocator, rank).publish
+    allocator.serve(cache.make_device_room, pages)
     context.tp_worker.register_hicache_layer_transfer_counter(cache.cache_controller.layer_done_counter)
     _log_start(cache, allocator, group, context.tp_size)
     return cache
-
-
-def mirror_requests(cache: HiRadixCache[Any], allocator: ServingSlotAllocator) -> None:
-    """From now on the pages of requests are known on the host: `allocator` records them, `cache` asks for them."""
-    cache.request_pages = allocator.request_pages = RequestPages(cache.req_to_token_pool, cache.page_size)
 
 
 def shard_group() -> ShardGroup:
@@ -145,11 +135,6 @@ def shard_group() -> ShardGroup:
     if parallel.attn_tp_size > 1:
         return ShardGroup(kind=GroupKind.ATTENTION_TP, size=parallel.attn_tp_size, rank=parallel.attn_tp_rank)
     return ShardGroup()
-
-
-def shares_pools(layout: object) -> TypeGuard[ShardedPoolLayout]:
-    """Whether a strategy can say which row of the local pool a slot has."""
-    return callable(getattr(layout, "local_rows", None))
 
 
 def share_pool(pool: KVCache, layout: AnyKVLayoutStrategy) -> None:
@@ -171,9 +156,8 @@ def share_pool(pool: KVCache, layout: AnyKVLayoutStrategy) -> None:
             f"--kv-layout-strategy {name} has {lane_count} lanes but no local_rows (ShardedPoolLayout); "
             "accepted in a server: strategies with one lane, or with local_rows"
         )
-    pool.access = SharedPages(
-        layout, page_size=page_size, lane_count=lane_count, reduce=group_sum(_shard_ranks().device_group)
-    )
+    reduce = group_sum(_shard_ranks().device_group, peer_seconds=peer_seconds())
+    pool.access = SharedPages(layout, page_size=page_size, lane_count=lane_count, reduce=reduce)
 
 
 def _shard_ranks() -> GroupCoordinator:
@@ -221,96 +205,3 @@ def _log_start(cache: HiRadixCache[Any], allocator: ServingSlotAllocator, group:
 
 def _gigabytes(count: int) -> str:
     return f"{count / 1e9:.6g} GB"
-
-
-# Every batch.
-
-
-def extend_batch(
-    original: Callable[..., Any],
-    batch: ScheduleBatch,
-    *positional: Any,  # noqa: ANN401
-    **named: Any,  # noqa: ANN401
-) -> Any:  # noqa: ANN401
-    """Around `alloc_for_extend`: slots for prompts, or chunks of them."""
-    with _allocation(batch, lambda: (batch.prefix_lens, batch.seq_lens_cpu.tolist())):
-        return original(batch, *positional, **named)
-
-
-def decode_batch(original: Callable[..., Any], batch: ScheduleBatch, token_per_req: int) -> Any:  # noqa: ANN401
-    """Around `alloc_for_decode`: slots for the next tokens."""
-    lengths = batch.seq_lens_cpu
-    with _allocation(batch, lambda: (lengths.tolist(), (lengths + token_per_req).tolist())):
-        return original(batch, token_per_req)
-
-
-@contextmanager
-def _allocation(batch: ScheduleBatch, spans: Callable[[], tuple[Sequence[int], Sequence[int]]]) -> Iterator[None]:
-    """The allocator is told where each chain begins, and the cache which pages each request was given.
-
-    `spans` are the tokens that each request has, and those that it is to have.
-    """
-    allocator = batch.tree_cache.token_to_kv_pool_allocator
-    if not isinstance(allocator, ServingSlotAllocator):
-        yield
-        return
-    begins = [not request.kv.holds_kv for request in batch.reqs]
-    firsts, ends = spans()
-    with allocator.chain_bases(_chain_bases(allocator, batch.reqs)) as allocated:
-        yield
-    requests, page_size = allocator.request_pages, allocator.page_size
-    if requests is None or not allocated:
-        return
-    pages, at = np.concatenate(allocated), 0
-    for request, begun, first, end in zip(batch.reqs, begins, firsts, ends, strict=True):
-        first_page, end_page = -(-first // page_size), -(-end // page_size)
-        if end_page > first_page and request.kv.req_pool_idx is not None:
-            own = pages[at : at + end_page - first_page]
-            requests.record(request.kv.req_pool_idx, first_page, own, begins=begun)
-            at += len(own)
-    if at != len(pages):
-        raise LayoutInvariantError(f"{len(pages)} pages were allocated for a batch that was to have {at}")
-
-
-def _chain_bases(allocator: ServingSlotAllocator, requests: Sequence[Req]) -> list[int]:
-    """Lane of each request's first page, from its tokens: the same for equal prefixes, on every rank."""
-    bases = []
-    for request in requests:
-        if request.kv_rotation_base is None:  # SGLang's field for this; it clears it when a request starts over
-            tokens = np.asarray(request.origin_input_ids[: allocator.page_size], dtype=np.int64)
-            request.kv_rotation_base = allocator.layout.chain_base(tokens.tobytes(), request.extra_key or "")
-        bases.append(request.kv_rotation_base)
-    return bases
-
-
-def begin_forward(
-    original: Callable[..., Any],
-    runner: ModelRunner,
-    forward_batch: ForwardBatch,
-    *positional: Any,  # noqa: ANN401
-    **named: Any,  # noqa: ANN401
-) -> Any:  # noqa: ANN401
-    """Around `ModelRunner.forward`: the pool learns which pages attention will ask for."""
-    pool = runner.token_to_kv_pool
-    if isinstance(pool, LayoutMLATokenToKVPool) and pool.access.lane_count > 1:
-        pool.access.begin_batch(_pages_of_batch(runner, forward_batch, pool.page_size))
-        with pool.sized_by_slots():
-            return original(runner, forward_batch, *positional, **named)
-    return original(runner, forward_batch, *positional, **named)
-
-
-def _pages_of_batch(runner: ModelRunner, batch: ForwardBatch, page_size: int) -> torch.Tensor:
-    """Logical pages of every request of the batch, new tokens included: int64, on the pool's device.
-
-    Lengths are known on the host, so the shape is too; the pages themselves are looked up on the device.
-    """
-    lengths = batch.seq_lens_cpu if batch.seq_lens_cpu is not None else batch.seq_lens.cpu()
-    counts = -(-np.asarray(lengths, dtype=np.int64) // page_size)
-    within = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
-    places = torch.from_numpy(np.stack([np.repeat(np.arange(len(counts)), counts), within * page_size]))
-    table = runner.req_to_token_pool.req_to_token
-    if table.is_cuda:
-        places = places.pin_memory()  # a copy from pageable memory can wait for the device
-    ordinals, positions = places.to(table.device, non_blocking=True)
-    slots: torch.Tensor = table[batch.req_pool_indices.to(torch.int64)[ordinals], positions]
-    return slots.to(torch.int64).div(page_size, rounding_mode="floor")

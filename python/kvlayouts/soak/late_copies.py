@@ -1,6 +1,6 @@
 """Copies that run late. On a CPU SGLang's copies are done when they are submitted, which hides every mistake of order.
 
-`DeferredTransfer` stands before a `Transfer` and holds each copy back for a number of polls. Until then the
+`LateTransfer` stands before a `Transfer` and holds each copy back for a number of polls. Until then the
 rows keep their old bytes and the ack is not ready; if somebody reuses a row too early, the bytes come out wrong.
 Copies of one direction run in the order of their submission, as on a CUDA stream.
 """
@@ -47,7 +47,7 @@ class _LateCopy:
         self._done = True
 
 
-class DeferredTransfer:
+class LateTransfer:
     """A `Transfer` whose copies run `polls()` polls after their submission; 0 runs them at once."""
 
     def __init__(self, transfer: Transfer, polls: Callable[[], int]) -> None:

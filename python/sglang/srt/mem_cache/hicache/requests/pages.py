@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .node import LayoutTreeNode
+from ..tree.node import LayoutTreeNode
 
 if TYPE_CHECKING:
     import torch

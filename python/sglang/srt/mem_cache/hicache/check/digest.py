@@ -37,12 +37,12 @@ def tree_digest(cache: HiRadixCache[Any]) -> int:
         digest.update(node.key.token_ids.tobytes())
         digest.update(node.slot_pages.tobytes())
     totals = (
-        cache.evictable_size_,
-        cache.protected_size_,
+        cache.evictable_size(),
+        cache.protected_size(),
         tuple(cache.slots.room_pages().tolist()),
         cache.cache_controller.ledger.free_pages,
-        sorted(cache.in_flight.backups),
-        sorted(cache.in_flight.loads),
+        sorted(cache.ongoing_write_through),
+        sorted(cache.ongoing_load_back),
     )
     digest.update(repr(totals).encode())
     return int.from_bytes(digest.digest(), "little") >> 1

@@ -1,16 +1,16 @@
-"""How far a replay is, on stderr: a bar on a terminal, a few plain lines elsewhere."""
+"""How far a run is, on stderr: a bar on a terminal, a few plain lines elsewhere."""
 
 from __future__ import annotations
 
+import sys
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final, Protocol
 
+from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-    from rich.console import Console
 
 PLAIN_LINES: Final = 4
 """Lines per layout where stderr is no terminal."""
@@ -20,6 +20,13 @@ class OnProgress(Protocol):
     """Called with a layout's name, the requests it has done and the requests in all."""
 
     def __call__(self, layout: str, done: int, total: int, /) -> None: ...
+
+
+@contextmanager
+def progress_on_stderr(*, unit: str = "requests") -> Iterator[OnProgress]:
+    """`show_progress` on standard error."""
+    with show_progress(Console(stderr=True, force_terminal=sys.stderr.isatty()), unit=unit) as on_progress:
+        yield on_progress
 
 
 @contextmanager

@@ -16,9 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Final
 
-import numpy as np
-
-from kvlayouts.replay.config import TRACE_BLOCK_TOKENS, ReplayInputError, check_range
+from kvlayouts.common.errors import InputError
+from kvlayouts.common.values import TRACE_BLOCK_TOKENS, check_range
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -119,6 +118,8 @@ class Trace:
 
 def token_ids(request: TraceRequest, block_tokens: int) -> array[int]:
     """The token ids of a prompt cut into blocks of `block_tokens`: int64, `request.prompt_tokens` of them."""
+    import numpy as np
+
     block_ids = np.array(request.block_ids, dtype=np.int64)
     offsets = np.arange(block_tokens, dtype=np.int64)
     tokens = (block_ids[:, None] * TRACE_BLOCK_TOKENS + offsets[None, :]).reshape(-1)[: request.prompt_tokens]
@@ -133,23 +134,21 @@ def read_trace(path: Path, *, block_tokens: int = TRACE_BLOCK_TOKENS, max_reques
     `block_tokens` lies in 1..512. It need not match the page size: prefixes are shared in whole pages, so a page that
     is no divisor of a block only means that a shared prefix may end up to one page earlier.
 
-    Raises `ReplayInputError`, naming the file and, where there is one, the line: for a file that cannot be read or
+    Raises `InputError`, naming the file and, where there is one, the line: for a file that cannot be read or
     is empty, a line that is no request, and a `max_requests` outside 1..number of requests.
     """
     check_range("--block-tokens", block_tokens, 1, TRACE_BLOCK_TOKENS)
     if max_requests is not None and max_requests < 1:
-        raise ReplayInputError(f"--requests {max_requests}: must be at least 1")
+        raise InputError(f"--requests {max_requests}: must be at least 1")
     try:
         with path.open("rb") as file:
             requests = tuple(_read_requests(file, path, block_tokens, max_requests))
     except OSError as error:
-        raise ReplayInputError(f"TRACE {path}: cannot be read: {error.strerror or error}") from error
+        raise InputError(f"TRACE {path}: cannot be read: {error.strerror or error}") from error
     if not requests:
-        raise ReplayInputError(f"TRACE {path}: is empty; expected one JSON object a line")
+        raise InputError(f"TRACE {path}: is empty; expected one JSON object a line")
     if max_requests is not None and len(requests) < max_requests:
-        raise ReplayInputError(
-            f"--requests {max_requests}: must be between 1 and {len(requests)}, the trace's requests"
-        )
+        raise InputError(f"--requests {max_requests}: must be between 1 and {len(requests)}, the trace's requests")
     given = None if path == DEFAULT_TRACE else path
     return Trace(name=path.name, requests=requests, block_tokens=block_tokens, path=given)
 
@@ -160,17 +159,17 @@ def _read_requests(file: BinaryIO, path: Path, block_tokens: int, max_requests: 
             return
         try:
             yield _parse_request(line, block_tokens)
-        except ReplayInputError as error:
-            raise ReplayInputError(f"TRACE {path}, line {number}: {error}") from None
+        except InputError as error:
+            raise InputError(f"TRACE {path}, line {number}: {error}") from None
 
 
 def _parse_request(line: bytes, block_tokens: int) -> TraceRequest:
     try:
         fields = json.loads(line)
     except (ValueError, RecursionError):
-        raise ReplayInputError(f"is no JSON object: {_shown(line)}") from None
+        raise InputError(f"is no JSON object: {_shown(line)}") from None
     if not isinstance(fields, dict):
-        raise ReplayInputError(f"is no JSON object: {_shown(line)}")
+        raise InputError(f"is no JSON object: {_shown(line)}")
     timestamp_ms = _integer(fields, "timestamp", 0)
     input_tokens = _integer(fields, "input_length", 1)
     if "output_length" in fields:
@@ -178,7 +177,7 @@ def _parse_request(line: bytes, block_tokens: int) -> TraceRequest:
     block_ids = _block_ids(fields)
     expected = -(-input_tokens // TRACE_BLOCK_TOKENS)
     if len(block_ids) != expected:
-        raise ReplayInputError(
+        raise InputError(
             f"hash_ids has {len(block_ids)} ids, but input_length {_shown(input_tokens)} needs {_shown(expected)} "
             f"(one per {TRACE_BLOCK_TOKENS} tokens)"
         )
@@ -188,22 +187,22 @@ def _parse_request(line: bytes, block_tokens: int) -> TraceRequest:
 
 def _integer(fields: dict[str, object], key: str, low: int) -> int:
     if key not in fields:
-        raise ReplayInputError(f"field {key} is missing")
+        raise InputError(f"field {key} is missing")
     value = fields[key]
     if not isinstance(value, int) or isinstance(value, bool) or value < low:
-        raise ReplayInputError(f"{key} {_shown(value)}: must be an integer of at least {low}")
+        raise InputError(f"{key} {_shown(value)}: must be an integer of at least {low}")
     return value
 
 
 def _block_ids(fields: dict[str, object]) -> tuple[int, ...]:
     if "hash_ids" not in fields:
-        raise ReplayInputError("field hash_ids is missing")
+        raise InputError("field hash_ids is missing")
     values = fields["hash_ids"]
     if not isinstance(values, list):
-        raise ReplayInputError(f"hash_ids {_shown(values)}: must be a list of integers")
+        raise InputError(f"hash_ids {_shown(values)}: must be a list of integers")
     for value in values:
         if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < BLOCK_ID_LIMIT:
-            raise ReplayInputError(f"hash_ids holds {_shown(value)}: ids must be integers in 0..2**54-1")
+            raise InputError(f"hash_ids holds {_shown(value)}: ids must be integers in 0..2**54-1")
     return tuple(values)
 
 
@@ -231,7 +230,7 @@ def default_device_tokens(trace: Trace, page_size: int) -> int:
 def check_device_tokens(
     trace: Trace, page_size: int, device_tokens: int, layout: str, logical_tokens: Callable[[int], int]
 ) -> None:
-    """Raise `ReplayInputError` where the longest prompt does not fit into `layout`'s device pools.
+    """Raise `InputError` where the longest prompt does not fit into `layout`'s device pools.
 
     `logical_tokens` tells the slots that a pool of so many tokens on every rank gives; it must not decrease.
     """
@@ -239,7 +238,7 @@ def check_device_tokens(
     if logical_tokens(device_tokens) >= room:
         return
     pages = bisect_left(range(room // page_size), room, key=lambda pages: logical_tokens(pages * page_size))
-    raise ReplayInputError(
+    raise InputError(
         f"--device-tokens {device_tokens}: must be at least {pages * page_size} with layout {layout}, for the prompt "
         f"of {trace.longest_prompt_tokens} tokens on line {trace.longest_prompt_line} of {trace.name}"
     )

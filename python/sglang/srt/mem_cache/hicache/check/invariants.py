@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.layouts.pages import PageArray
 
     from ..radix_cache import HiRadixCache
-    from .node import LayoutTreeNode
+    from ..tree.host_copies import HostCopies
+    from ..tree.node import LayoutTreeNode
 
 
 def violations(cache: HiRadixCache[Any], *, held_slot_pages: int = 0) -> list[str]:
@@ -39,11 +40,13 @@ def _accounting(cache: HiRadixCache[Any], nodes: list[LayoutTreeNode[Any]], held
     on_device = [node for node in nodes if node.value is not None]
     evictable = sum(node.tokens for node in on_device if node.lock_ref == 0)
     protected = sum(node.tokens for node in on_device if node.lock_ref > 0)
-    yield from _differ("evictable tokens", cache.evictable_size_, evictable)
-    yield from _differ("protected tokens", cache.protected_size_, protected)
+    yield from _differ("evictable tokens", cache.evictable_size(), evictable)
+    yield from _differ("protected tokens", cache.protected_size(), protected)
     unlocked = _concat([node.slot_pages for node in on_device if node.lock_ref == 0])
     by_lane = np.bincount(cache.layout.lanes_of(unlocked), minlength=cache.layout.lane_count)
-    yield from _differ("evictable pages by lane", cache.evictable_lane_pages.tolist(), by_lane.tolist())
+    yield from _differ(
+        "evictable pages by lane", cache.parts.accounting.evictable_lane_pages.tolist(), by_lane.tolist()
+    )
     allocator = cache.token_to_kv_pool_allocator
     total = allocator.available_size() + evictable + protected + held_pages * cache.page_size
     yield from _differ("slots: available + evictable + protected + held", total, allocator.size)
@@ -71,6 +74,13 @@ def _host_pages(cache: HiRadixCache[Any], nodes: list[LayoutTreeNode[Any]]) -> I
         booked += part.pages_per_rank
     yield from _differ("host pages in use by lane", controller.ledger.used_pages, tuple(booked.tolist()))
     yield from _differ("host pages of this rank's lane", len(own), int(booked[cache.layout.lane]))
+    unheld = np.zeros(cache.layout.lane_count, dtype=np.int64)
+    for node in nodes:
+        if node.metadata is not None and node.host_ref_counter == 0:
+            unheld += node.metadata.pages_per_rank
+    yield from _differ(
+        "host pages that can be given up by lane", cache.parts.accounting.host_copies.lane_pages, unheld.tolist()
+    )
     pool = cache.token_to_kv_pool_host
     pool_used = (pool.size - pool.available_size()) // cache.page_size
     yield from _differ("host pages in use in the pool", pool_used, len(own))
@@ -96,12 +106,16 @@ def _node(cache: HiRadixCache[Any], node: LayoutTreeNode[Any]) -> Iterator[str]:
         yield from _differ(f"{name}: tokens of metadata", node.metadata.logical_len, node.tokens)
         if cache.settings.write_policy != "write_back" and not parent.backuped:
             yield f"{name} is backed up, its parent is not"
-    if (node in cache.device_order) != node.is_device_leaf:
-        yield f"{name}: device leaf is {node.is_device_leaf}, but it is in the order: {node in cache.device_order}"
-    if (node in cache.host_order) != node.is_host_leaf:
-        yield f"{name}: host leaf is {node.is_host_leaf}, but it is in the order: {node in cache.host_order}"
+    orders = cache.parts.accounting
+    if (node in orders.device_order) != node.is_device_leaf:
+        yield f"{name}: device leaf is {node.is_device_leaf}, but it is in the order: {node in orders.device_order}"
+    if (node in orders.host_order) != node.is_host_leaf:
+        yield f"{name}: host leaf is {node.is_host_leaf}, but it is in the order: {node in orders.host_order}"
+    mirrors = _copies(cache).mirrors
+    if (node in mirrors) != node.is_mirror_leaf:
+        yield f"{name}: mirror leaf is {node.is_mirror_leaf}, but it is in the order: {node in mirrors}"
     if node.lock_ref < 0 or node.host_ref_counter < 0:
-        yield f"{name} has {node.lock_ref} locks and {node.host_ref_counter} host protections"
+        yield f"{name} has {node.lock_ref} locks and {node.host_ref_counter} host holds"
     yield from _node_counters(node)
 
 
@@ -113,9 +127,16 @@ def _node_counters(node: LayoutTreeNode[Any]) -> Iterator[str]:
     yield from _differ(
         f"node {node.id}: children on the host", node.host_children, sum(c.metadata is not None for c in children)
     )
-    below = sum(child.lock_ref for child in children)
-    if node.parent is not None and node.lock_ref < below:
-        yield f"node {node.id} has {node.lock_ref} locks, its children {below}"
+    for what, own, below in (
+        ("locks", node.lock_ref, sum(child.lock_ref for child in children)),
+        ("host holds", node.host_ref_counter, sum(child.host_ref_counter for child in children)),
+    ):
+        if node.parent is not None and own < below:
+            yield f"node {node.id} has {own} {what}, its children {below}"
+
+
+def _copies(cache: HiRadixCache[Any]) -> HostCopies[Any]:
+    return cache.parts.accounting.host_copies
 
 
 def _concat(arrays: list[PageArray]) -> PageArray:

@@ -1,0 +1,1 @@
+"""`kvlayouts check`."""

@@ -1,0 +1,157 @@
+"""The composition root: what a cache is made of, and in which order.
+
+    strategy, slots  ─▶ checked against what the server has
+    agreement        ─▶ how much the smallest host pool of the group has
+    host pool, ledger, transfer  ─▶ controller
+    controller, slots, agreement ─▶ parts of the tree ─▶ cache
+
+Servers, commands, benchmarks and tests all come here. Controller and cache are handed everything, and make nothing.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any
+
+import torch
+from sglang.srt.mem_cache.events import KVCacheEventRecorder
+from sglang.srt.mem_cache.utils import get_eviction_strategy
+
+from sglang.srt.mem_cache.layouts.owners import refuse_lane
+
+from .agreement import Agreement, RankAgreement
+from .controller import HiCacheController
+from .copies.transfer import HostTransfer
+from .environment import agreement_groups, observe_environment
+from .host.free_pages import HostPages
+from .host.ledger import HostLedger
+from .host.pools import build_host_pool
+from .no_storage import refuse_storage_backend
+from .radix_cache import HiRadixCache
+from .requests.insertion import RequestInsertion
+from .slots.allocator import slot_allocator
+from .tree.parts import build_tree_parts
+from .tree.report import TrafficReport
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+    from sglang.srt.observability.metrics_collector import RadixCacheMetricsCollector
+
+    from sglang.srt.mem_cache.layouts.protocol import KVLayoutStrategy, MetadataT
+
+    from .copies.transfer import Transfer
+    from .host.pools import AnyHostPool
+    from .requests.pages import RequestPages
+    from .settings import HiCacheSettings, ShardGroup
+    from .slots.allocator import SlotAllocator
+
+
+def assemble_cache(
+    params: CacheInitParams,
+    *,
+    layout: KVLayoutStrategy[MetadataT],
+    settings: HiCacheSettings,
+    group: ShardGroup,
+    agreement: Agreement | None = None,
+    request_pages: RequestPages | None = None,
+    collector: RadixCacheMetricsCollector | None = None,
+    publish: Callable[[HiRadixCache[Any]], None] | None = None,
+) -> HiRadixCache[MetadataT]:
+    """A cache over SGLang's pools, with the host memory that `settings` ask for.
+
+    `layout` is the strategy object of the allocator in `params`; `group` the ranks that it shards over; `agreement`
+    replaces SGLang's process groups as the way to compare ranks. `request_pages` is what that allocator records.
+    `collector` and `publish` are for a server's metrics. Raises `LayoutConfigError`, before any host memory is taken,
+    if the strategy refuses the pool, the allocator or the group, and for a storage backend.
+    """
+    allocator = params.token_to_kv_pool_allocator
+    slots = slot_allocator(allocator)
+    layout.validate(observe_environment(params, slots, settings, group))
+    refuse_lane(layout.name, lane_count=layout.lane_count, lane=layout.lane, ranks=group.size)
+    refuse_storage_backend(layout, settings.storage_backend)
+    if agreement is None:
+        agreement = RankAgreement(
+            agreement_groups(params),
+            pp_group=params.pp_cache_group,
+            pp_rank=params.pp_rank,
+            pp_size=params.pp_size,
+            peer_seconds=settings.peer_seconds,
+        )
+    host_pool = build_host_pool(
+        allocator.get_kvcache(),
+        ratio=settings.host_ratio,
+        size_gb=settings.host_gb,
+        page_size=layout.page_size,
+        mem_layout=settings.mem_layout,
+        ranks_on_machine=settings.ranks_on_machine,
+    )
+    controller = assemble_controller(
+        params, layout=layout, settings=settings, slots=slots, host_pool=host_pool, agreement=agreement
+    )
+    parts = build_tree_parts(
+        layout=layout,
+        settings=settings,
+        slots=slots,
+        controller=controller,
+        agreement=agreement,
+        priority=get_eviction_strategy(params.eviction_policy, params.eviction_policy_config).get_priority,
+        events=KVCacheEventRecorder(enabled=params.enable_kv_cache_events, page_size=layout.page_size),
+        report=TrafficReport(collector),
+        device=torch.device(allocator.device),
+        bigrams=params.is_eagle,
+    )
+    requests = None
+    if params.req_to_token_pool is not None:
+        requests = RequestInsertion(
+            parts,
+            rows=params.req_to_token_pool,
+            allocator=allocator,
+            pages=request_pages,
+            inserts_finished=not params.disable_finished_insert,
+        )
+    return HiRadixCache(
+        params,
+        layout=layout,
+        settings=settings,
+        slots=slots,
+        host_pool=host_pool,
+        controller=controller,
+        parts=parts,
+        requests=requests,
+        publish=publish,
+    )
+
+
+def assemble_controller(
+    params: CacheInitParams,
+    *,
+    layout: KVLayoutStrategy[MetadataT],
+    settings: HiCacheSettings,
+    slots: SlotAllocator,
+    host_pool: AnyHostPool,
+    agreement: Agreement,
+) -> HiCacheController[MetadataT]:
+    """A controller that moves pages between the device pool of `params` and `host_pool`, all of which must be free.
+
+    The ledger's capacity is the smallest host pool of the group, agreed on here.
+    """
+    transfer: Transfer = HostTransfer(
+        host_pool=host_pool,
+        device_pool=params.token_to_kv_pool_allocator.get_kvcache(),
+        io_backend=settings.io_backend,
+    )
+    host_pages = HostPages(host_pool)
+    capacity_pages = agreement.capacity(host_pages.free)
+    return HiCacheController(
+        params,
+        layout=layout,
+        settings=settings,
+        slots=slots,
+        host_pool=host_pool,
+        host_pages=host_pages,
+        ledger=HostLedger(lane_count=layout.lane_count, capacity_pages=capacity_pages),
+        transfer=transfer,
+        load_cache_event=threading.Event(),
+    )

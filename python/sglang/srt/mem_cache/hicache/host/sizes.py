@@ -1,0 +1,84 @@
+"""Sizes of the host tier, judged in one place: by the commands, by a server's parent process and by its ranks.
+
+A rank's host pool has ``host_gb`` x 10^9 bytes of KV if that is positive, else ``ratio`` x the rows of its device
+pool, in whole pages; SGLang adds a page to it, as it does to a device pool. Nothing here imports SGLang.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Final, TypeGuard
+
+from sglang.srt.mem_cache.layouts.errors import LayoutConfigError
+
+MAX_RATIO: Final = 1000.0
+BYTES_PER_GB: Final = 10**9
+
+
+def check_ratio(flag: str, ratio: object) -> float:
+    """`ratio`. Raises `LayoutConfigError` unless it is a number above 0 and at most `MAX_RATIO`."""
+    if not _is_number(ratio) or not 0 < ratio <= MAX_RATIO:
+        raise LayoutConfigError(f"{flag} {_shown(ratio)}: must be above 0 and at most {MAX_RATIO:g}")
+    return ratio
+
+
+def check_gb(flag: str, gigabytes: object) -> float:
+    """`gigabytes`. Raises `LayoutConfigError` unless it is a finite number of at least 0; 0 leaves it to the ratio."""
+    if not _is_number(gigabytes) or not 0 <= gigabytes < math.inf:
+        raise LayoutConfigError(f"{flag} {_shown(gigabytes)}: must be a number of gigabytes, or 0 to use the ratio")
+    return gigabytes
+
+
+def check_whole(flag: str, number: object, low: int) -> int:
+    """`number`. Raises `LayoutConfigError` unless it is a whole number of at least `low`."""
+    if not isinstance(number, int) or isinstance(number, bool) or number < low:
+        raise LayoutConfigError(f"{flag} {_shown(number)}: must be a whole number of at least {low}")
+    return number
+
+
+def size_flag(ratio: float, gigabytes: float) -> str:
+    """The server's flag that decides the size, with its value."""
+    return f"--hicache-size {gigabytes:g}" if gigabytes > 0 else f"--hicache-ratio {ratio:g}"
+
+
+def host_pages(*, ratio: float, gigabytes: float, device_tokens: int, page_size: int, kv_slot_bytes: int) -> int:
+    """Whole pages of the host pool beside a device pool of `device_tokens`, as SGLang rounds them.
+
+    Both sizes have been checked. Raises `LayoutConfigError` where not even one page remains.
+    """
+    if gigabytes > 0:
+        pages = int(gigabytes * BYTES_PER_GB // kv_slot_bytes) // page_size
+        least = page_size * kv_slot_bytes / BYTES_PER_GB
+    else:
+        pages = int(device_tokens * ratio) // page_size
+        least = page_size / device_tokens
+    if pages < 1:
+        raise LayoutConfigError(
+            f"{size_flag(ratio, gigabytes)}: leaves no host page of {page_size} tokens beside {device_tokens} device "
+            f"tokens; must be at least {_rounded_up(least):g}"
+        )
+    return pages
+
+
+def device_pool_bytes(*, pages: int, page_size: int, slot_bytes: int) -> int:
+    """Bytes of a device pool of `pages`; `slot_bytes` are all that a slot has there, its index key included."""
+    return (pages + 1) * page_size * slot_bytes
+
+
+def host_pool_bytes(*, pages: int, page_size: int, kv_slot_bytes: int, index_slot_bytes: int) -> int:
+    """Bytes of a host pool of `pages`, and of the index beside it, to which SGLang adds one more."""
+    return ((pages + 1) * kv_slot_bytes + (pages + 2) * index_slot_bytes) * page_size
+
+
+def _is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _shown(value: object) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _rounded_up(number: float) -> float:
+    """To three digits, so that the number that is told is accepted."""
+    unit = 10.0 ** (math.floor(math.log10(number)) - 2)
+    return math.ceil(number / unit) * unit

@@ -1,0 +1,2 @@
+class Device:
+    watchdog_timeout: float | None
