@@ -6,17 +6,6 @@ import unittest
 from typing import TYPE_CHECKING, Any
 
 import torch
-from _caches import (
-    CacheSpec,
-    CacheTestCase,
-    make_allocator,
-    make_device_pool,
-    make_group,
-    make_layout,
-    make_params,
-    make_settings,
-)
-from _groups import Lockstep, Seat
 from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.hisparse_memory_pool import HiSparseDSATokenToKVPool
 from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool
@@ -33,6 +22,17 @@ from sglang.srt.mem_cache.layouts import (
     LayoutConfigError,
     PoolKind,
 )
+from support.caches import (
+    CacheSpec,
+    CacheTestCase,
+    make_allocator,
+    make_device_pool,
+    make_group,
+    make_layout,
+    make_params,
+    make_settings,
+)
+from support.groups import Lockstep, Seat
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -6,13 +6,13 @@ import unittest
 from typing import TYPE_CHECKING, get_args
 
 import numpy as np
-from _caches import CacheTestCase, Rank, chain
-from _faults import RANKS, begin, each_layout, evict, fault_spec, fill_host_lane, locks, node_of, roots
-from _groups import Group
 from sglang.srt.mem_cache.base_prefix_cache import InitLoadBackParams, MatchPrefixParams
 from sglang.test.ci.ci_register import register_cpu_ci
 
 from sglang.srt.mem_cache.hicache.accepted import WritePolicy
+from support.caches import CacheTestCase, Rank, chain
+from support.faults import RANKS, begin, each_layout, evict, fault_spec, fill_host_lane, locks, node_of, roots
+from support.groups import Group
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

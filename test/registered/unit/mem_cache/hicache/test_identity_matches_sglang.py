@@ -5,8 +5,8 @@ duplicates, evicted tokens, lock deltas; evictable and protected sizes, free slo
 key, tier, host copy, locks, hits and priority. The KV of every matched slot must be what its prefix says.
 
 Where nothing is short, SGLang's class is used as it is, but for one thing: it counts a hit at each insert of a request,
-and ours one use a request (`_identity_policy.CountsARequestOnce`). Under pressure its faults show, each of which is
-first shown here on its own and then corrected in `_identity_policy` and `_identity_reference`:
+and ours one use a request (`identity.policy.CountsARequestOnce`). Under pressure its faults show, each of which is
+first shown here on its own and then corrected in `identity.policy` and `identity.reference`:
 
 - It cannot take back the host copy of a node that is on the device. Once those fill the host, nothing is backed up any
   more and nothing is served from there. Ours gives them up for what leaves the device (`LetsMirrorsGiveWay`).
@@ -32,11 +32,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, get_args
 
 import torch.distributed as dist
-from _identity_content import cached_content_is_right, totals, tree
-from _identity_operations import finish_all, perform
-from _identity_policy import CountsARequestOnce
-from _identity_reference import Case, both_sides
-from _identity_sequences import Kind, Operation, random_operations
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
@@ -48,11 +43,16 @@ from sglang.srt.mem_cache.hicache.accepted import WritePolicy
 from sglang.srt.mem_cache.hicache.cpu.support import install_cpu_support
 from sglang.srt.mem_cache.hicache.radix_cache import HiRadixCache
 from sglang.srt.mem_cache.layouts import PoolKind
+from support.identity.content import cached_content_is_right, totals, tree
+from support.identity.operations import finish_all, perform
+from support.identity.policy import CountsARequestOnce
+from support.identity.reference import Case, both_sides
+from support.identity.sequences import Kind, Operation, random_operations
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from _identity_reference import Side
+    from support.identity.reference import Side
 
 register_cpu_ci(est_time=90, suite="base-a-test-cpu")
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 import unittest
 from typing import TYPE_CHECKING, Any
 
-from _caches import CacheTestCase, Rank, chain
-from _faults import begin, each_layout, fault_spec, node_of
-from _groups import Group
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams
 
 from sglang.srt.mem_cache.hicache.check.invariants import violations
 from sglang.srt.mem_cache.layouts.errors import LayoutInvariantError
+from support.caches import CacheTestCase, Rank, chain
+from support.faults import begin, each_layout, fault_spec, node_of
+from support.groups import Group
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -4,18 +4,18 @@ import random
 import unittest
 from typing import TYPE_CHECKING, Any
 
-from _caches import CacheSpec, CacheTestCase, chain
-from _groups import Group
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.test.ci.ci_register import register_cpu_ci
 
 from sglang.srt.mem_cache.layouts import LayoutInvariantError, PoolKind
+from support.caches import CacheSpec, CacheTestCase, chain
+from support.groups import Group
 
 if TYPE_CHECKING:
     from array import array
     from collections.abc import Callable
 
-    from _caches import Rank
+    from support.caches import Rank
 
 register_cpu_ci(est_time=60, suite="base-a-test-cpu")
 

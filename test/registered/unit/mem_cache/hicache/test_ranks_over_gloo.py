@@ -11,9 +11,13 @@ import unittest
 from typing import TYPE_CHECKING, ClassVar
 
 import pytest
-from _caches import CacheSpec
-from _gloo_ranks import GlooRanks
-from _gloo_scenarios import (
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.test_utils import CustomTestCase
+
+from sglang.srt.mem_cache.layouts import PoolKind
+from support.caches import CacheSpec
+from support.gloo.ranks import GlooRanks
+from support.gloo.scenarios import (
     footprint,
     lagging_ranks,
     lanes_that_ranks_share,
@@ -22,15 +26,11 @@ from _gloo_scenarios import (
     round_trip,
     two_stages,
 )
-from _gloo_waits import check_events_alone, construct_alone, follow_alone, gather_alone
-from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.test_utils import CustomTestCase
-
-from sglang.srt.mem_cache.layouts import PoolKind
+from support.gloo.waits import check_events_alone, construct_alone, follow_alone, gather_alone
 
 if TYPE_CHECKING:
-    from _gloo_traffic import TrafficReport
-    from _gloo_waits import Loss
+    from support.gloo.traffic import TrafficReport
+    from support.gloo.waits import Loss
 
 register_cpu_ci(est_time=60, suite="base-a-test-cpu")
 

@@ -17,7 +17,7 @@ from sglang.srt.mem_cache.layouts.config import DEFAULT_LAYOUT
 from sglang.srt.mem_cache.layouts.errors import LayoutConfigError
 from sglang.srt.mem_cache.layouts.registry import known_layouts
 
-from ..check.releases import supported_releases
+from ..releases import supported_releases
 from .choice import CONFIG_FLAG, CP_SHARED_FLAG, RADIX_BACKEND, STRATEGY_FLAG, attach_choice, choice_of, choose
 from .graphs import phases_asked_for, phases_with_graphs, turn_graphs_off
 from .hooks import refuse_missing_hooks
