@@ -9,7 +9,8 @@ agreed on once at start.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from operator import ge
+from itertools import repeat
+from operator import ge, sub
 from typing import TYPE_CHECKING
 
 from sglang.srt.mem_cache.layouts.config import check_range
@@ -57,7 +58,7 @@ class HostLedger:
 
     def missing_pages(self, demand_pages: Sequence[int]) -> tuple[int, ...]:
         """Pages that must be freed in each lane before `demand_pages` can be admitted; all 0 if it can be."""
-        return tuple(max(needed - free, 0) for needed, free in zip(demand_pages, self._free, strict=True))
+        return tuple(map(max, map(sub, demand_pages, self._free), repeat(0)))
 
     def admits(self, demand_pages: Sequence[int]) -> bool:
         """Whether every lane has room for `demand_pages`."""
