@@ -9,8 +9,7 @@ agreed on once at start.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import repeat
-from operator import ge, sub
+from operator import ge
 from typing import TYPE_CHECKING
 
 from sglang.srt.mem_cache.layouts.config import check_range
@@ -58,7 +57,9 @@ class HostLedger:
 
     def missing_pages(self, demand_pages: Sequence[int]) -> tuple[int, ...]:
         """Pages that must be freed in each lane before `demand_pages` can be admitted; all 0 if it can be."""
-        return tuple(map(max, map(sub, demand_pages, self._free), repeat(0)))
+        return tuple(
+            [needed - free if needed > free else 0 for needed, free in zip(demand_pages, self._free, strict=True)]
+        )
 
     def admits(self, demand_pages: Sequence[int]) -> bool:
         """Whether every lane has room for `demand_pages`."""
