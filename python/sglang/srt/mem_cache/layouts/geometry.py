@@ -96,14 +96,14 @@ class CpSharedKVLayout:
 
     def page_owners(self, slot_pages: PageArray) -> LaneArray:
         """Owner of each logical page, int16, shape ``[pages]``."""
-        return (slot_pages % self.cp_size).astype(np.int16)
+        return self.owners_and_rows(slot_pages)[0]
 
     def row_pages(self, slot_pages: PageArray) -> PageArray:
         """Row page of each logical page in its owner's pool, shape ``[pages]``."""
         return slot_pages // self.cp_size
 
     def owners_and_rows(self, slot_pages: PageArray) -> tuple[LaneArray, PageArray]:
-        """`page_owners` and `row_pages` at once, each ``[pages]``, for one division: remainders take numpy longer."""
+        """`page_owners` and `row_pages` at once, each ``[pages]``, by one division: numpy's remainder takes longer."""
         rows = slot_pages // self.cp_size
         return (slot_pages - rows * self.cp_size).astype(np.int16), rows
 

@@ -53,7 +53,7 @@ class TestRanksOverGloo(CustomTestCase):
     # Agreement.
 
     def test_four_ranks_hold_equal_trees_through_thousands_of_random_operations(self) -> None:
-        reports = self._drive(4, _spec(ranks=4), steps=1500, seed=1)
+        reports = self._drive(4, _spec(ranks=4, device_pages=8), steps=1500, seed=1)
         operations = reports[0].operations
         for operation in (*TRAFFIC_OPERATIONS, "reset", "loads", "loads refused", "no room"):
             self.assertGreater(operations[operation], 0, f"no {operation} among {operations}")
@@ -72,7 +72,7 @@ class TestRanksOverGloo(CustomTestCase):
                 self._drive(2, spec, steps=300, seed=seed)
 
     def test_four_ranks_hold_equal_trees_under_host_pressure(self) -> None:
-        reports = self._drive(4, _spec(ranks=4, device_pages=5, host_pages=4), steps=300, seed=7)
+        reports = self._drive(4, _spec(ranks=4, device_pages=5, host_pages=2), steps=300, seed=7)
         self.assertGreater(reports[0].stats.evicted_host_tokens, 0)
         self.assertGreater(reports[0].stats.refused_backups, 0)
 

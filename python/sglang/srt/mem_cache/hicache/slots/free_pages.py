@@ -161,7 +161,7 @@ class PageTurns:
         self._lane_count = lane_count
         self._room: list[int] = np.bincount(lanes, minlength=lane_count).tolist()
         self._free = PageRuns(len(lanes), first, turn=lane_count)
-        self._in_turn = (np.arange(len(lanes) + lane_count) % lane_count).astype(np.int16)
+        self._in_turn = (np.arange(first + len(lanes) + lane_count) % lane_count).astype(np.int16)
 
     def room(self) -> list[int]:
         """See `SlotPages.room`."""
@@ -203,7 +203,7 @@ class PageTurns:
         self._in_use.check(pages)
         for start, length in _runs_of(pages, np.sort(pages)):
             self._free.give(start, length)
-        freed = np.bincount(pages % self._lane_count, minlength=self._lane_count)
+        freed = np.bincount(self._in_turn[pages], minlength=self._lane_count)
         self._room = list(map(add, self._room, freed.tolist()))
         self._in_use.remove(pages)
 

@@ -71,9 +71,12 @@ class Backups(Generic[MetadataT]):
         """
         if not parent_of(node).backuped:
             return 0
+        # A plan demands what the node has in each lane, and costs more than that comparison.
+        if not self._controller.ledger.admits(self._accounting.lane_pages(node).tolist()):
+            self.put_off = True
+            return 0
         outcome = self._controller.write(node.slot_pages, node_id=node.id)
         if isinstance(outcome, HostShortfall):
-            self.put_off = True
             return 0
         self._begin(node, outcome, locked=True)
         return node.tokens

@@ -50,13 +50,13 @@ class CopiesAhead(Generic[MetadataT]):
     def evicted(self, tokens: int) -> None:
         """`tokens` have left the device: copy what comes next, if less than half a window is left of it.
 
-        So a leaf is looked at about twice before it leaves. Nothing is done unless a backup had to be put off.
+        So a leaf is looked at about twice before it leaves. Nothing is done until a backup had to be put off, nor while
+        all that is next has its copy.
         """
         self._left -= tokens
         if self._wanted and self._backups.put_off and self._left <= self._window // 2:
-            self._copy(self._next_leaves())
+            self._backups.put_off = self._copy(self._next_leaves())
             self._left = self._window
-            self._backups.put_off = False
 
     def _next_leaves(self) -> list[LayoutTreeNode[MetadataT]]:
         """The leaves that go first, a window of them and at least one."""
@@ -69,14 +69,18 @@ class CopiesAhead(Generic[MetadataT]):
 
         return self._accounting.device_order.first_until(fills_the_window)
 
-    def _copy(self, leaves: list[LayoutTreeNode[MetadataT]]) -> None:
-        """Those that lack a copy get one, while room can be made without giving up that of another."""
+    def _copy(self, leaves: list[LayoutTreeNode[MetadataT]]) -> bool:
+        """Those that lack a copy get one, while room can be made without giving up that of another.
+
+        Returns whether any lacked one.
+        """
         copies = self._accounting.host_copies
         for leaf in leaves:
             copies.hold(leaf)
-        for leaf in leaves:
-            lacks_one = not leaf.backuped and self._backups.earns_a_copy(leaf)
-            if lacks_one and not self._backups.back_up_path(leaf):
+        lacking = [leaf for leaf in leaves if not leaf.backuped and self._backups.earns_a_copy(leaf)]
+        for leaf in lacking:
+            if not self._backups.back_up_path(leaf):
                 break
         for leaf in leaves:
             copies.release(leaf)
+        return bool(lacking)
