@@ -49,7 +49,7 @@ typecheck: setup ## mypy, as mypy.ini says, against the stubs of the release
 	$(PY) scripts/typecheck.py $(SGLANG)
 
 unit: setup ## pytest, with two workers (WORKERS=0: in this process; PYTEST_ARGS=...)
-	$(TEST_ENV) $(PY) -m pytest -m 'not e2e' -n $(WORKERS) --dist loadgroup --no-loadscope-reorder $(PYTEST_ARGS)
+	$(TEST_ENV) $(PY) -m pytest -m 'not e2e' -n $(WORKERS) --no-loadscope-reorder $(PYTEST_ARGS)
 
 e2e: setup ## real engines and a real server on tiny models (minutes; PYTEST_ARGS=...)
 	$(TEST_ENV) $(PY) -m pytest -m e2e test/registered/e2e $(PYTEST_ARGS)
