@@ -1,6 +1,6 @@
 """One cache behind a plan: the tree of a server, over slots and host pages that are only counted.
 
-Every decision is the tree's own (`hicache/tree`): what hits, what is backed up, what leaves which tier, what comes back.
+Every decision is the tree's own (`hicache/tree`): what hits, what is backed up, what leaves which tier, what returns.
 It works in pages here: the strategy has pages of one token, and a token stands for a page and all before it (see
 `prompts`). Requests come one at a time and their copies have ended when the next one comes, as in a replay, whose hits
 these are, token for token.

@@ -79,7 +79,7 @@ class Backups(Generic[MetadataT]):
         return node.tokens
 
     def back_up_leaving(self, leaf: LayoutTreeNode[MetadataT]) -> int:
-        """`back_up_path` of a leaf that is about to leave the device, which has to wait for it. Returns its tokens, or 0."""
+        """`back_up_path` of a leaf that is about to leave the device, and waits for it. Returns its tokens, or 0."""
         self.put_off = True
         nodes = self.back_up_path(leaf)
         self._report.stats.late_backups += nodes
