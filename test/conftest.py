@@ -10,8 +10,8 @@ import pytest
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from xdist.remote import Producer
-    from xdist.scheduler import LoadScopeScheduling
+    from xdist.remote import Producer  # type: ignore[import-untyped]  # xdist has no types
+    from xdist.scheduler import LoadScopeScheduling  # type: ignore[import-untyped]  # xdist has no types
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -28,7 +28,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadSco
     """
     from xdist.scheduler import LoadScopeScheduling
 
-    class ByFile(LoadScopeScheduling):
+    class ByFile(LoadScopeScheduling):  # type: ignore[misc]  # xdist has no types
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.partition("::")[0]
             return "processes" if _starts_processes(config.rootpath / file) else file
