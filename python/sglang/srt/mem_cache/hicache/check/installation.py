@@ -83,6 +83,7 @@ def _hooks() -> CheckLine:
 
     from ..server.hooks import refuse_missing_hooks
     from ..server.plugin import HOOKS
+    from .hooked import misfits
 
     load_plugins()
     try:
@@ -90,7 +91,11 @@ def _hooks() -> CheckLine:
     except LayoutConfigError as error:
         found, _, mend = str(error).partition("; ")
         return _failed("hooks", found, mend)
-    return _ok("hooks", f"{len(HOOKS)} applied")
+    unfit = list(misfits(HOOKS))
+    if unfit:
+        found = f"do not take what SGLang passes: {'; '.join(unfit)}"
+        return _failed("hooks", found, "install a supported release of SGLang")
+    return _ok("hooks", f"{len(HOOKS)} applied, which take what SGLang passes")
 
 
 def _platform() -> CheckLine:

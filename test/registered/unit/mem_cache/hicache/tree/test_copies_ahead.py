@@ -10,6 +10,7 @@ from typing import Any
 
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.test.ci.ci_register import register_cpu_ci
+
 from support.caches import CacheSpec, CacheTestCase, chain
 from support.groups import Group
 
@@ -24,7 +25,9 @@ class TestCopiesAhead(CacheTestCase):
         _serve(group, *range(20))
         _evict(group, FULL_AFTER)  # these were copied at their first use
         for leaving in range(8, 18, 2):
-            self.assertEqual(_on_host(group), {*range(leaving - 6, leaving + 2)}, "the last two are still on the device")
+            self.assertEqual(
+                _on_host(group), {*range(leaving - 6, leaving + 2)}, "the last two are still on the device"
+            )
             _evict(group, 2)
             group.settle()
         self.assertEqual(group.agreed(lambda rank: rank.cache.stats.late_backups), 0)
@@ -35,7 +38,9 @@ class TestCopiesAhead(CacheTestCase):
         _serve(group, 1, 2, 3)
         _serve(group, 2, 3, 4)  # used twice: 2 and 3 are copied at once, 4 has not earned it
         _evict(group, 1)
-        self.assertEqual(group.agreed(lambda rank: (rank.cache.stats.backups, rank.cache.parts.backups.put_off)), (2, False))
+        self.assertEqual(
+            group.agreed(lambda rank: (rank.cache.stats.backups, rank.cache.parts.backups.put_off)), (2, False)
+        )
 
     def test_only_what_has_the_hits_for_it_is_copied(self) -> None:
         group = _group(policy="write_through_selective")

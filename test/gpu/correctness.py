@@ -6,7 +6,7 @@ another stream reads each layer as soon as its event allows. Page order is rando
 ``torch.cuda.set_sync_debug_mode("error")``. Before them, each rank sees that a case without waits for layers has wrong
 bytes. One line a case; the exit code is the number of failed cases (at most 99).
 
-    python3 benchmark/gpu_correctness.py [--only cp_shared] [--ranks 1,2,4]
+    python3 test/gpu/correctness.py [--only cp_shared] [--ranks 1,2,4]
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from array import array
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from itertools import product
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
@@ -29,17 +30,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from gpu_common import (
-    GEOMETRIES,
-    PAGE_SIZE,
-    PageContent,
-    Results,
-    keep_busy,
-    make_device_pool,
-    poison,
-    scatter,
-    synchronisation_forbidden,
-)
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InitLoadBackParams, MatchPrefixParams
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
@@ -58,6 +48,19 @@ from sglang.srt.mem_cache.hicache.slots.allocator import CPSharedPagedTokenToKVP
 from sglang.srt.mem_cache.hicache.tree.radix_tree import PagedInsertParams
 from sglang.srt.mem_cache.layouts import GroupKind, LayoutConfig, create_layout
 from sglang.srt.mem_cache.layouts.pages import pages_of_tokens
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmark"))  # what it shares with the measurements
+from gpu_common import (
+    GEOMETRIES,
+    PAGE_SIZE,
+    PageContent,
+    Results,
+    keep_busy,
+    make_device_pool,
+    poison,
+    scatter,
+    synchronisation_forbidden,
+)
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.l2_transfer import L2TransferEngine
