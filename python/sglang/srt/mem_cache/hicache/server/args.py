@@ -18,6 +18,7 @@ from sglang.srt.mem_cache.layouts.config import DEFAULT_LAYOUT
 from sglang.srt.mem_cache.layouts.errors import LayoutConfigError
 from sglang.srt.mem_cache.layouts.registry import known_layouts
 
+from ..check.releases import supported_releases
 from ..device.geometry import DsaGeometry, index_key_bytes
 from .choice import CONFIG_FLAG, CP_SHARED_FLAG, RADIX_BACKEND, STRATEGY_FLAG, attach_choice, choice_of, choose
 from .graphs import phases_asked_for, phases_with_graphs, turn_graphs_off
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 
     from .choice import LayoutChoice
 
-SUPPORTED_RELEASES: Final = ("0.5.20",)
+SUPPORTED_RELEASES: Final = supported_releases()
 KEYWORDS: Final = ("kv_layout_strategy", "kv_layout_config", "enable_nsa_prefill_cp_shared_kv")
 
 logger = logging.getLogger(__name__)
@@ -171,7 +172,7 @@ def refuse_unsupported_release(asked: str) -> None:
     except PackageNotFoundError:
         release = "unknown"
     if release not in SUPPORTED_RELEASES:
-        accepted = ", ".join(SUPPORTED_RELEASES)
+        accepted = " or ".join(SUPPORTED_RELEASES)
         raise LayoutConfigError(
             f"{asked} needs SGLang {accepted}, got {release}; install sglang=={SUPPORTED_RELEASES[-1]} or drop the flag"
         )
