@@ -12,7 +12,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from sglang.srt.mem_cache.base_prefix_cache import EvictParams, MatchPrefixParams
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from kvlayouts.bench.figures import Figure, bounded
@@ -173,7 +173,7 @@ def _time_ours(subjects: list[OurSubject], sizes: tuple[int, ...]) -> list[TreeT
 
     def match(subject: OurSubject, leaves: int) -> None:
         tokens = leaf_tokens(rng.randrange(leaves), PAGE_SIZE)
-        subject.cache.match_prefix(MatchPrefixParams(key=RadixKey(tokens)))
+        subject.cache.match(RadixKey(tokens))
 
     def insert(subject: OurSubject, leaves: int) -> None:
         waiting[leaves] = subject.insert_leaf(leaf_tokens(next(numbers), PAGE_SIZE), chunked=True)

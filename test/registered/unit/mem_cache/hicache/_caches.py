@@ -307,18 +307,12 @@ class SlowEngine(L2TransferEngine):
     def submit_host_to_device(
         self,
         transfers: list[L2Transfer],
-        *,
-        layer_num: int,
-        start_event: Any = None,  # noqa: ANN401  # a stream event of whatever device
-        on_layer_done: Callable[[int], None] | None = None,
+        **named: Any,  # noqa: ANN401  # as the release has them
     ) -> TransferCompletion:
         """See `L2TransferEngine`."""
         self.loads.append(transfers)
         submit = super().submit_host_to_device
-        return self._submit(
-            self.load_events,
-            lambda: submit(transfers, layer_num=layer_num, start_event=start_event, on_layer_done=on_layer_done),
-        )
+        return self._submit(self.load_events, lambda: submit(transfers, **named))
 
     def finish_writes(self, count: int | None = None) -> None:
         """The next `count` backups, or all, end and are seen to."""

@@ -9,7 +9,6 @@ import numpy as np
 from _caches import CacheTestCase, Rank, chain
 from _faults import RANKS, begin, each_layout, evict, fault_spec, fill_host_lane, locks, node_of, roots
 from _groups import Group
-from sglang.srt.mem_cache.base_prefix_cache import InitLoadBackParams, MatchPrefixParams
 from sglang.test.ci.ci_register import register_cpu_ci
 
 from sglang.srt.mem_cache.hicache.accepted import WritePolicy
@@ -247,12 +246,8 @@ def _load(group: Group, pages: Sequence[int], quota_pages: int | None) -> int:
     quota = None if quota_pages is None else quota_pages * group.spec.page_size
 
     def load(rank: Rank) -> int:
-        match = rank.cache.match_prefix(MatchPrefixParams(key=rank.key(chain(rank.spec, *pages))))
-        value, node = rank.cache.init_load_back(
-            InitLoadBackParams(
-                best_match_node=match.best_match_node, host_hit_length=match.host_hit_length, mem_quota=quota
-            )
-        )
+        match = rank.cache.match(rank.key(chain(rank.spec, *pages)))
+        value, node = rank.cache.bring_back(match.host_node, quota)
         assert node.value is not None, "the node that the scheduler locks is on the device"
         return len(value) // rank.spec.page_size
 

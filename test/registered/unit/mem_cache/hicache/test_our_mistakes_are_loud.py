@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 from _caches import CacheTestCase, Rank, chain
 from _faults import begin, each_layout, fault_spec, node_of
 from _groups import Group
-from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 from sglang.srt.mem_cache.hicache.check.invariants import violations
+from sglang.srt.mem_cache.hicache.tree.calls import Insertion
 from sglang.srt.mem_cache.layouts.errors import LayoutInvariantError
 
 if TYPE_CHECKING:
@@ -77,7 +78,7 @@ class TestBackupsAndHostMemory(CacheTestCase):
     def _back_up(self, rank: Rank, *, pages: int = 4) -> None:
         tokens = chain(rank.spec, *range(pages))
         slots = rank.allocator.alloc(len(tokens))
-        rank.cache.insert(InsertParams(key=rank.key(tokens), value=slots))
+        rank.cache.put(Insertion(key=rank.key(tokens), value=slots))
 
     def _assert_loud(self, call: Callable[[], object], words: str) -> None:
         with self.assertRaisesRegex(LayoutInvariantError, words):
@@ -140,7 +141,7 @@ class TestTreeAndLoads(CacheTestCase):
             (swapped, "8 slots to insert are no whole pages of 4"),
         ):
             with self.assertRaisesRegex(LayoutInvariantError, words):
-                rank.cache.insert(InsertParams(key=rank.key(tokens), value=value))
+                rank.cache.put(Insertion(key=rank.key(tokens), value=value))
         self.assertEqual(rank.nodes(), [])
         self.assertEqual(violations(rank.cache, held_slot_pages=2), [])
 

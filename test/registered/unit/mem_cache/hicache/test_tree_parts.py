@@ -13,7 +13,6 @@ import torch
 from _caches import CacheSpec, CacheTestCase, chain, make_settings
 from _groups import Group
 from sglang.srt.managers.cache_controller import HiCacheAck
-from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 from sglang.srt.mem_cache.events import KVCacheEventRecorder
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.utils import get_eviction_strategy
@@ -21,8 +20,8 @@ from sglang.test.ci.ci_register import register_cpu_ci
 
 from sglang.srt.mem_cache.hicache.agreement import RankAgreement
 from sglang.srt.mem_cache.hicache.host.ledger import HostLedger, HostShortfall
+from sglang.srt.mem_cache.hicache.tree.calls import Insertion
 from sglang.srt.mem_cache.hicache.tree.parts import build_tree_parts
-from sglang.srt.mem_cache.hicache.tree.radix_tree import PagedInsertParams
 from sglang.srt.mem_cache.hicache.tree.report import TrafficReport
 from sglang.srt.mem_cache.layouts import LayoutConfig, create_layout
 from sglang.srt.mem_cache.layouts.protocol import KVLayoutStrategy, MetadataT
@@ -121,11 +120,11 @@ class Counted:
     def serve(self, pages: Sequence[int], base: int) -> tuple[int, int] | None:
         """Pages found on the device and on the host, or None if the rest finds no room."""
         parts, tokens = self.parts, array("q", pages)
-        match = parts.tree.match_prefix(MatchPrefixParams(key=RadixKey(tokens)))
-        found, node, loaded = len(match.device_indices), match.last_device_node, None
-        if match.host_hit_length:
-            loaded = parts.load_backs.load_back(match.best_match_node)
-            node = node if loaded is None else match.best_match_node
+        match = parts.tree.match(RadixKey(tokens))
+        found, node, loaded = len(match.slots), match.device_node, None
+        if match.host_tokens:
+            loaded = parts.load_backs.load_back(match.host_node)
+            node = node if loaded is None else match.host_node
         cached = found + (0 if loaded is None else len(loaded))
         parts.accounting.lock(node)
         own = parts.device_room.alloc(self.layout.extend_lanes(base, cached, len(pages) - cached))
@@ -135,8 +134,8 @@ class Counted:
                 above.insert(0, at.slot_pages)
                 at = at.parent
             slots = np.concatenate(above)
-            params = PagedInsertParams(key=RadixKey(tokens), value=self.slots.slots(slots), slot_pages=slots)
-            known = parts.insert(params).prefix_len
+            insertion = Insertion(key=RadixKey(tokens), value=self.slots.slots(slots), slot_pages=slots)
+            known = parts.insert(insertion).known_tokens
             self.slots.free_slot_pages(slots[cached:known])
         parts.accounting.unlock(node)
         parts.transfers.settle()
