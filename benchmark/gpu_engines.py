@@ -21,10 +21,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-E2E = Path(__file__).parents[1] / "test" / "registered" / "e2e"
-sys.path.insert(0, str(E2E))
-import _models  # noqa: E402
-import _runs  # noqa: E402
+sys.path.insert(0, str(Path(__file__).parents[1] / "test"))
+from support.engines import models, runs
 
 TOLERANCE = {"float32": 2e-4, "bfloat16": 0.15}
 ON_GPU: dict[str, Any] = {
@@ -34,15 +32,15 @@ ON_GPU: dict[str, Any] = {
     "tp_size": 2,
     "disable_custom_all_reduce": True,
 }
-HICACHE = {**_runs.HICACHE, "hicache_io_backend": "kernel"}
+HICACHE = {**runs.HICACHE, "hicache_io_backend": "kernel"}
 SHARED: dict[str, Any] = {
-    "max_total_tokens": _runs.LOGICAL_TOKENS // 2,
+    "max_total_tokens": runs.LOGICAL_TOKENS // 2,
     "kv_layout_strategy": "cp_shared",
     "disable_cuda_graph": False,  # SGLang's default, which the layout strategy switches off by itself
     **HICACHE,
 }
 RUNS: dict[str, dict[str, Any]] = {
-    "plain": {"max_total_tokens": _runs.LOGICAL_TOKENS},
+    "plain": {"max_total_tokens": runs.LOGICAL_TOKENS},
     "cp_shared": SHARED,
     "faulty": SHARED,
 }
@@ -55,8 +53,8 @@ def run(name: str, spec: dict[str, Any], folder: Path) -> dict[str, Any] | None:
     started = time.perf_counter()
     with files[2].open("w") as log:
         status = subprocess.run(
-            [sys.executable, str(E2E / "_engine_run.py"), str(files[0]), str(files[1])],
-            env=_runs.environment(2, faulty_gather=name == "faulty"),
+            [sys.executable, "-m", "support.engines.engine_run", str(files[0]), str(files[1])],
+            env=runs.environment(2, faulty_gather=name == "faulty"),
             stdout=log,
             stderr=subprocess.STDOUT,
             timeout=300,
@@ -67,7 +65,7 @@ def run(name: str, spec: dict[str, Any], folder: Path) -> dict[str, Any] | None:
     if status:
         print(text[-5000:])
         return None
-    for rank, line in sorted(_runs.start_lines(text).items()):
+    for rank, line in sorted(runs.start_lines(text).items()):
         print(f"  rank {rank}: {line}")
     found: dict[str, Any] = json.loads(files[1].read_text(encoding="utf-8"))
     return found
@@ -104,7 +102,7 @@ def main() -> int:
     arguments = parser.parse_args()
     extra = {name: json.loads(value) for name, _, value in (one.partition("=") for one in arguments.set)}
     out = Path(os.environ.get("OUT") or tempfile.mkdtemp())
-    model = _models.make_deepseek(Path(tempfile.mkdtemp()), kv_lora_rank=512, rope_dim=64)
+    model = models.make_deepseek(Path(tempfile.mkdtemp()), kv_lora_rank=512, rope_dim=64)
     specs = {
         name: {**ON_GPU, "dtype": arguments.dtype, **RUNS[name], **extra, "model_path": str(model)}
         for name in arguments.only.split(",")

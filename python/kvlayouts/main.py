@@ -18,6 +18,7 @@ from kvlayouts.bench.command import bench
 from kvlayouts.check.command import check
 from kvlayouts.common.endings import EXIT_READER_GONE, behind, drop_unread_output, interrupt_status
 from kvlayouts.common.errors import InputError, RunError
+from kvlayouts.common.own_flags import options_of, own_words
 from kvlayouts.explain.command import explain
 from kvlayouts.plan.command import plan
 from kvlayouts.replay.command import replay
@@ -81,7 +82,26 @@ def _version(context: click.Context, _parameter: click.Parameter, asked: bool) -
     context.exit()
 
 
-@click.group(no_args_is_help=False, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+class _CommandInItsOwnWords(click.Group):
+    """Says what failed with the flags of the command, also where a rank failed with words of a server."""
+
+    def invoke(self, ctx: click.Context) -> object:
+        """Run the command that `ctx` names."""
+        try:
+            return super().invoke(ctx)
+        except RunError as error:
+            name = ctx.invoked_subcommand
+            command = None if name is None else self.get_command(ctx, name)
+            if command is not None:
+                error.args = (own_words(str(error), options_of(command)), *error.args[1:])
+            raise
+
+
+@click.group(
+    cls=_CommandInItsOwnWords,
+    no_args_is_help=False,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
 @click.option(
     "--version", is_flag=True, is_eager=True, expose_value=False, callback=_version, help="Show the version and exit."
 )

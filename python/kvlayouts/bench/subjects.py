@@ -37,9 +37,10 @@ from sglang.srt.mem_cache.hicache.assemble import assemble_cache
 from sglang.srt.mem_cache.hicache.copies.transfer import HostTransfer
 from sglang.srt.mem_cache.hicache.device.pools import MlaGeometry, build_device_pool
 from sglang.srt.mem_cache.hicache.runtime import standalone_runtime
+from sglang.srt.mem_cache.hicache.seam.sglang import submit_load
 from sglang.srt.mem_cache.hicache.settings import HiCacheSettings, ShardGroup
 from sglang.srt.mem_cache.hicache.slots.allocator import CPSharedPagedTokenToKVPoolAllocator
-from sglang.srt.mem_cache.hicache.tree.radix_tree import PagedInsertParams
+from sglang.srt.mem_cache.hicache.tree.calls import Insertion
 from sglang.srt.mem_cache.layouts import GroupKind, LayoutConfig, PoolKind, create_layout
 from sglang.srt.mem_cache.layouts.errors import LayoutInvariantError
 
@@ -119,9 +120,7 @@ class NoCopier:
 
     def load(self, copies: CopyPlan, engine: L2TransferEngine, producer: LayerLoadingEvent) -> TransferCompletion:
         """Record the events of a load."""
-        return engine.submit_host_to_device(
-            [], start_event=producer.start_event, on_layer_done=producer.complete, layer_num=LAYERS
-        )
+        return submit_load(engine, [], layers=LAYERS, start_event=producer.start_event, on_layer_done=producer.complete)
 
 
 class OurSubject:
@@ -161,12 +160,10 @@ class OurSubject:
         """See `Subject.serve`."""
         cache, page_size = self.cache, self._page_size
         key = RadixKey(tokens)
-        found = cache.match_prefix(MatchPrefixParams(key=RadixKey(tokens, limit=len(tokens) - 1)))
-        prefix, node = found.device_indices, found.last_device_node
-        if found.host_hit_length:
-            loaded, node = cache.init_load_back(
-                InitLoadBackParams(best_match_node=found.best_match_node, host_hit_length=found.host_hit_length)
-            )
+        found = cache.match(RadixKey(tokens, limit=len(tokens) - 1))
+        prefix, node = found.slots, found.device_node
+        if found.host_tokens:
+            loaded, node = cache.bring_back(found.host_node)
             prefix = _joined(prefix, loaded)
         cache.ready_to_load_host_cache()
         cache.inc_lock_ref(node)
@@ -177,8 +174,8 @@ class OurSubject:
             raise LayoutInvariantError(f"no room for a prompt of {len(tokens)} tokens")
         slots = _joined(prefix, self.allocator.slots(fresh))
         pages = np.concatenate([*_pages_above(node), fresh])
-        result = cache.insert(PagedInsertParams(key=key, value=slots[: whole * page_size], slot_pages=pages[:whole]))
-        known = result.prefix_len // page_size
+        result = cache.put(Insertion(key=key, value=slots[: whole * page_size], slot_pages=pages[:whole]))
+        known = result.known_tokens // page_size
         self.allocator.free_slot_pages(pages[cached:known])
         self.allocator.free_slot_pages(pages[whole:])
         cache.dec_lock_ref(node)
@@ -190,10 +187,9 @@ class OurSubject:
         pages = self.cache.alloc_slots(self.layout.extend_lanes(0, 0, 1))
         if pages is None:
             raise LayoutInvariantError("no room for a page")
-        params = PagedInsertParams(
-            key=RadixKey(tokens), value=self.allocator.slots(pages), slot_pages=pages, chunked=chunked
+        self.cache.put(
+            Insertion(key=RadixKey(tokens), value=self.allocator.slots(pages), slot_pages=pages, is_use=not chunked)
         )
-        self.cache.insert(params)
         return next(reversed(self.cache.root_node.children.values()))
 
     def close(self) -> None:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Final
 
 from kvlayouts.common.alone import load_alone, rejoin
 from kvlayouts.common.errors import InputError
+from kvlayouts.common.own_flags import in_own_words
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -71,12 +72,19 @@ def create_rank(
         raise InputError(f"--layout {name}: {in_own_words(error)}") from error
 
 
-def in_own_words(error: Exception) -> str:
-    """The message of a strategy or of the server's flags, with this command's flags in it."""
-    _load(*_LIGHT)
-    from sglang.srt.mem_cache.hicache.server.choice import CONFIG_FLAG, STRATEGY_FLAG
+def create_group(
+    name: str, *, page_size: int, ranks: int, options: Mapping[str, object]
+) -> Sequence[AnyKVLayoutStrategy]:
+    """The strategies of all ranks. Raises `InputError` besides where a page would not have exactly one owner."""
+    layouts = [create_rank(name, page_size=page_size, ranks=ranks, rank=rank, options=options) for rank in range(ranks)]
+    from sglang.srt.mem_cache.layouts.errors import LayoutConfigError
+    from sglang.srt.mem_cache.layouts.owners import refuse_shared_owners
 
-    return str(error).replace(STRATEGY_FLAG, "--layout").replace(CONFIG_FLAG, "--layout-config")
+    try:
+        refuse_shared_owners(layouts)
+    except LayoutConfigError as error:
+        raise InputError(in_own_words(error)) from error
+    return layouts
 
 
 def _load(*names: str) -> None:

@@ -49,10 +49,15 @@ def check_layout_names(layouts: tuple[str, ...]) -> None:
 
 def check_pool_page_size(pool: PoolKind, page_size: int) -> None:
     """Raise `InputError` where the pool cannot have pages of `page_size` tokens."""
-    if pool == "dsa" and page_size != DSA_PAGE_SIZE:
+    if pool == "dsa":
+        check_dsa_page_size(page_size, "--pool dsa")
+
+
+def check_dsa_page_size(page_size: int, why: str) -> None:
+    """Raise `InputError` for pages of `page_size` tokens, which a DSA pool, as `why` asks for, does not have."""
+    if page_size != DSA_PAGE_SIZE:
         raise InputError(
-            f"--page-size {page_size}: must be {DSA_PAGE_SIZE} with --pool dsa "
-            "(SGLang's DSA pool has no other page size)"
+            f"--page-size {page_size}: must be {DSA_PAGE_SIZE} with {why} (SGLang's DSA pool has no other page size)"
         )
 
 

@@ -11,7 +11,7 @@ from kvlayouts.common.errors import InputError
 from kvlayouts.common.outputs import Output, check_outputs, deliver, json_output
 from kvlayouts.common.strategies import load_layouts, read_options
 from kvlayouts.common.trace import DEFAULT_TRACE, default_device_tokens, read_trace
-from kvlayouts.common.values import MAX_DEVICE_TOKENS, PoolKind, check_host_ratio, check_pool_page_size
+from kvlayouts.common.values import MAX_DEVICE_TOKENS, PoolKind, check_dsa_page_size, check_host_ratio
 from kvlayouts.plan import options as own
 from kvlayouts.plan.options import PlanOptions
 
@@ -103,10 +103,15 @@ def _config(given: PlanOptions, layout_options: Mapping[str, object]) -> tuple[P
         settings.check_gb(flag, getattr(given, flag.removeprefix("--").replace("-", "_")))
     settings.check_divides("--cp-size", cp_size or gpus, "--gpus", gpus)
     geometry = _geometry(
-        given.model_config, given.kv_bytes_per_token, given.pool, given.kv_cache_dtype, gpus // (cp_size or 1)
+        given.model_config,
+        given.kv_bytes_per_token,
+        given.pool,
+        given.kv_cache_dtype,
+        given.layouts[0],
+        gpus // (cp_size or 1),
     )
     if geometry.kind.value == "dsa":
-        check_pool_page_size("dsa", page_size)
+        check_dsa_page_size(page_size, "--pool dsa" if given.model_config is None else "a DSA model")
     trace = read_trace(given.trace or DEFAULT_TRACE, block_tokens=given.block_tokens, max_requests=given.requests)
     device_tokens = _device_tokens(given, trace, geometry)
     longest = trace.longest_prompt_tokens // page_size * page_size
@@ -157,16 +162,17 @@ def _geometry(
     bytes_per_token: int | None,
     pool: PoolKind | None,
     dtype: own.KVCacheDtype,
+    layout: str,
     attention_tp_size: int,
 ) -> ModelGeometry:
-    from kvlayouts.plan.model import ModelGeometry, read_model
+    from kvlayouts.plan.model import given_size, read_model
     from sglang.srt.mem_cache.layouts.config import PoolKind as ServedKind
 
     if path is not None:
         if bytes_per_token is not None or pool is not None:
             flag = f"--kv-bytes-per-token {bytes_per_token}" if bytes_per_token is not None else f"--pool {pool}"
             raise InputError(f"{flag}: must not be given together with --model-config {path}")
-        return read_model(path, dtype=dtype, attention_tp_size=attention_tp_size)
+        return read_model(path, layout=layout, dtype=dtype, attention_tp_size=attention_tp_size)
     if bytes_per_token is None:
         raise InputError(
             "--model-config: is missing; give a model's config.json, or --kv-bytes-per-token with the bytes that a "
@@ -176,9 +182,7 @@ def _geometry(
         raise InputError(
             f"--kv-cache-dtype {dtype}: must not be given together with --kv-bytes-per-token {bytes_per_token}"
         )
-    return ModelGeometry(
-        name="given size", kind=ServedKind(pool or "mla"), layers=None, row_bytes_per_token=bytes_per_token
-    )
+    return given_size(ServedKind(pool or "mla"), bytes_per_token)
 
 
 def _host_pages(

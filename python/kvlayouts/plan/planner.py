@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from kvlayouts.common.strategies import create_rank, in_own_words
+from kvlayouts.common.own_flags import in_own_words
+from kvlayouts.common.strategies import create_group
 from kvlayouts.common.trace import check_device_tokens
 from kvlayouts.plan.chains import ChainLanes, device_pages_by_lane
 from kvlayouts.plan.prompts import read_prompts
+from kvlayouts.plan.refusal import refuse_as_a_server
 from kvlayouts.plan.results import LayoutPlan, Plan, SweepPoint
 from kvlayouts.plan.settings import POOL_CLASSES
 from kvlayouts.plan.simulation import CacheSimulation
@@ -52,8 +54,9 @@ def _strategies(config: PlanConfig, trace: Trace) -> tuple[dict[str, AnyKVLayout
     accepted: dict[str, AnyKVLayoutStrategy] = {}
     refused: dict[str, str] = {}
     for name in config.layouts:
-        layout = create_rank(name, page_size=config.page_size, ranks=config.cp_size, rank=0, options=config.options)
+        layout = create_group(name, page_size=config.page_size, ranks=config.cp_size, options=config.options)[0]
         try:
+            _refuse_as_a_server(config, layout)
             layout.validate(_environment(config, layout))
         except LayoutConfigError as error:
             refused[name] = in_own_words(error)
@@ -61,6 +64,18 @@ def _strategies(config: PlanConfig, trace: Trace) -> tuple[dict[str, AnyKVLayout
         check_device_tokens(trace, config.page_size, config.device_tokens, name, layout.logical_tokens)
         accepted[name] = layout
     return accepted, refused
+
+
+def _refuse_as_a_server(config: PlanConfig, layout: AnyKVLayoutStrategy) -> None:
+    """Raise `LayoutConfigError` for what the table of a server refuses."""
+    refuse_as_a_server(
+        config.model.facts,
+        layout.name,
+        ranks=config.cp_size,
+        sharded=layout.lane_count > 1,
+        page_size=config.page_size,
+        tp_size=config.gpus,
+    )
 
 
 def _environment(config: PlanConfig, layout: AnyKVLayoutStrategy) -> LayoutEnvironment:

@@ -10,7 +10,7 @@ import click
 from kvlayouts.common import options
 from kvlayouts.common.errors import RunError
 from kvlayouts.common.outputs import Output, check_outputs, deliver, json_output
-from kvlayouts.common.strategies import create_rank, read_options
+from kvlayouts.common.strategies import create_group, read_options
 from kvlayouts.common.trace import DEFAULT_TRACE, check_device_tokens, default_device_tokens, read_trace
 from kvlayouts.common.values import (
     EvictionPolicy,
@@ -115,9 +115,7 @@ def replay(
 def _check_room(config: ReplayConfig, trace: Trace) -> None:
     """Raise `InputError` for a layout that refuses its settings, or has no room for some prompt."""
     for name in config.layouts:
-        layout = create_rank(
-            name, page_size=config.page_size, ranks=config.cp_size, rank=0, options=config.layout_options
-        )
+        layout = create_group(name, page_size=config.page_size, ranks=config.cp_size, options=config.layout_options)[0]
         check_device_tokens(trace, config.page_size, config.device_tokens, name, layout.logical_tokens)
 
 

@@ -9,7 +9,7 @@ import click
 from kvlayouts.common import options
 from kvlayouts.common.errors import InputError
 from kvlayouts.common.outputs import check_outputs, deliver, json_output
-from kvlayouts.common.strategies import create_rank, read_options
+from kvlayouts.common.strategies import create_group, read_options
 from kvlayouts.common.values import DSA_PAGE_SIZE, EvictionPolicy, HostLayout, PoolKind, WritePolicy
 from kvlayouts.soak.config import FAULTS, SoakConfig
 
@@ -80,9 +80,8 @@ def soak(
 
 def _check_room(config: SoakConfig) -> None:
     """Raise `InputError` for a layout that refuses its settings, or ranks that the machine has no room for."""
-    lanes = create_rank(
-        config.layout, page_size=config.page_size, ranks=config.ranks, rank=0, options=config.layout_options
-    ).lane_count
+    group = create_group(config.layout, page_size=config.page_size, ranks=config.ranks, options=config.layout_options)
+    lanes = group[0].lane_count
     from kvlayouts.ranks.memory import refuse_more_than_there_is
     from kvlayouts.soak.geometries import GEOMETRIES
     from sglang.srt.mem_cache.layouts.config import PoolKind as ServedKind

@@ -163,9 +163,7 @@ class Requests:
             return
         key = RadixKey(request.tokens[: whole * size])
         value = cache.slots.slots(request.pages[:whole])
-        inserted = cache.put(
-            Insertion(key=key, value=value, priority=request.priority, counted_tokens=len(key) if chunked else 0)
-        )
+        inserted = cache.put(Insertion(key=key, value=value, priority=request.priority, is_use=not chunked))
         known = inserted.known_tokens // size
         cache.slots.free_slot_pages(request.pages[request.shared : known])
         match = cache.match(RadixKey(request.tokens[: whole * size]))

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from _runs import LOGICAL_TOKENS, engine_run
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.test_utils import CustomTestCase
+
+from support.engines.runs import LOGICAL_TOKENS, engine_run
 
 register_cpu_ci(est_time=480, suite="base-a-test-cpu")
 

@@ -17,13 +17,13 @@ from typing import Any, ClassVar
 
 import pytest
 import requests
-from _engine_run import SAMPLING, prompts
-from _runs import environment, is_measured, model, start_lines
-from _scrape import Scrape, legends
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.test_utils import CustomTestCase
 
 from sglang.srt.mem_cache.hicache.server.metrics import COUNTERS, GAUGES, INTERVAL_SECONDS, PER_RANK, PREFIX
+from support.engines.engine_run import SAMPLING, prompts
+from support.engines.runs import environment, is_measured, model, start_lines
+from support.scrape import Scrape, legends
 
 register_cpu_ci(est_time=240, suite="base-a-test-cpu")
 
@@ -115,7 +115,7 @@ class Server:
             time.sleep(0.2)
 
     def let_coverage_save(self) -> None:
-        """See _saves_coverage. The request after the flush takes every rank, so all have saved when it is answered."""
+        """See `saves_coverage`. The request after the flush takes every rank, so all have saved when it is answered."""
         requests.post(f"{self.url}/flush_cache", timeout=60).raise_for_status()
         self.post("/generate", input_ids=prompts()["short"][0], sampling_params=SAMPLING)
 

@@ -6,12 +6,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
-from _fork_server import forking_context_for_tests
-from _replays import rank_processes
 
 from kvlayouts.common.trace import Trace, TraceRequest
 from kvlayouts.replay.config import ReplayConfig
 from kvlayouts.replay.results import HitPoint, LayoutResult
+from support.fork_server import forking_context_for_tests
+from support.replays import rank_processes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -1,16 +1,20 @@
 from enum import IntEnum
 
 import torch
+from transformers import PretrainedConfig
 
 class AttentionArch(IntEnum):
     MLA = ...
     MHA = ...
 
 class ModelConfig:
-    hf_config: object
+    hf_config: PretrainedConfig
     attention_arch: AttentionArch
     is_hybrid_swa: bool
     dtype: torch.dtype
+    def __init__(
+        self, model_path: str, trust_remote_code: bool = True, *, model_config_parser: str = "auto"
+    ) -> None: ...
     head_dim: int
     v_head_dim: int
     kv_lora_rank: int
@@ -19,3 +23,4 @@ class ModelConfig:
 
 def get_dsa_index_kpool(config: object) -> int: ...
 def is_deepseek_dsa(config: object) -> bool: ...
+def is_minimax_sparse(config: object) -> bool: ...

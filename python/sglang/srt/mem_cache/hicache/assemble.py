@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from sglang.srt.mem_cache.utils import get_eviction_strategy
 
+from sglang.srt.mem_cache.layouts.owners import refuse_lane
+
 from .agreement import Agreement, RankAgreement
 from .controller import HiCacheController
 from .copies.transfer import HostTransfer
@@ -67,6 +69,7 @@ def assemble_cache(
     allocator = params.token_to_kv_pool_allocator
     slots = slot_allocator(allocator)
     layout.validate(observe_environment(params, slots, settings, group))
+    refuse_lane(layout.name, lane_count=layout.lane_count, lane=layout.lane, ranks=group.size)
     refuse_storage_backend(layout, settings.storage_backend)
     if agreement is None:
         agreement = RankAgreement(

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
 import torch.distributed as dist
 
 from sglang.srt.mem_cache.layouts.config import LayoutEnvironment
+from sglang.srt.mem_cache.layouts.owners import refuse_shared_lanes
 
 from .device.kinds import pool_kind
+from .waits import LANES, BoundedReduction
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+
+    from sglang.srt.mem_cache.layouts.registry import AnyKVLayoutStrategy
 
     from .settings import HiCacheSettings, ShardGroup
     from .slots.allocator import SlotAllocator
@@ -32,6 +37,20 @@ def observe_environment(
         group_rank=group.rank,
         storage_backend=settings.storage_backend,
     )
+
+
+def refuse_lanes_that_ranks_share(
+    layout: AnyKVLayoutStrategy, group: dist.ProcessGroup, *, peer_seconds: float | None
+) -> None:
+    """Raise `LayoutConfigError`, on every rank of the shard group, unless each has a lane of its own or all have one.
+
+    The parent has asked the strategy for all ranks; this compares what the ranks' own processes were given. Waits for
+    them for `peer_seconds` at most (see `waits`).
+    """
+    found = torch.zeros(dist.get_world_size(group), 2, dtype=torch.int64)
+    found[dist.get_rank(group)] = torch.tensor([layout.lane_count, layout.lane])
+    BoundedReduction(group, op=dist.ReduceOp.SUM, meeting=LANES, seconds=peer_seconds)(found)
+    refuse_shared_lanes(layout.name, [(lanes, lane) for lanes, lane in found.tolist()])
 
 
 def agreement_groups(params: CacheInitParams) -> list[dist.ProcessGroup]:

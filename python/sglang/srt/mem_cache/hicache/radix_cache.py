@@ -143,8 +143,9 @@ class HiRadixCache(NoStorageTier, SchedulerCalls[MetadataT], Generic[MetadataT])
     # The way down.
 
     def write_backup(self, node: LayoutTreeNode[MetadataT], write_back: bool = False) -> int:
-        """See `Backups.back_up`; `write_back` if the node is leaving the device."""
-        return self.parts.backups.back_up(node, leaving=write_back)
+        """See `Backups.back_up`, or `back_up_leaving` with `write_back`: the node is about to leave the device."""
+        backups = self.parts.backups
+        return backups.back_up_leaving(node) if write_back else backups.back_up(node)
 
     def evict(self, params: EvictParams) -> EvictResult:
         """Free at least `num_tokens` slots from unlocked leaves, or all that can be freed."""

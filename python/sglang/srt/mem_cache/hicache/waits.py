@@ -51,6 +51,11 @@ CAPACITY = Meeting(
     undone="no cache was made",
     look_at="for an error while it took its host memory, or for memory that is still being pinned",
 )
+LANES = Meeting(
+    name="the start of the allocator (which rank stores which lane)",
+    undone="no allocator was made",
+    look_at="for an error while it made its KV pool",
+)
 GATHER = Meeting(
     name="the gather of KV pages for a forward pass",
     undone="the batch has no result",

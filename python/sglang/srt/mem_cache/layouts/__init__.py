@@ -17,7 +17,7 @@ from .protocol import (
     StorageAwareLayout,
     TurnwiseLayout,
 )
-from .registry import AnyKVLayoutStrategy, create_layout, known_layouts
+from .registry import AnyKVLayoutStrategy, create_group, create_layout, known_layouts
 
 __all__ = [
     "DEFAULT_LAYOUT",
@@ -43,6 +43,7 @@ __all__ = [
     "ShardedPoolLayout",
     "StorageAwareLayout",
     "TurnwiseLayout",
+    "create_group",
     "create_layout",
     "known_layouts",
 ]

@@ -50,6 +50,5 @@ def refuse_mismatch(layout: str, what: str, ours: int, theirs: int) -> None:
     """Raise `LayoutConfigError` for a size on which layout and serving side disagree."""
     if ours != theirs:
         raise LayoutConfigError(
-            f"--kv-layout-strategy {layout} was built for {what} {ours}, but the server has {what} {theirs}; "
-            f"accepted: {ours}"
+            f"--kv-layout-strategy {layout} was built for {what} {ours}, but here it is {theirs}; accepted: {ours}"
         )

@@ -22,7 +22,8 @@ turns these answers into admissions and evictions without asking the other ranks
 its arguments, and the same call raises again.
 
 **Lanes.** A *lane* is the pages of one owner. A strategy with one copy of everything on each rank has
-one lane. Arrays are numpy, in host memory, one number a page; see `pages`.
+one lane, every other one a lane for each rank: pages are gathered by a sum, to which a second copy would be added.
+Arrays are numpy, in host memory, one number a page; see `pages`.
 """
 
 from __future__ import annotations
@@ -99,12 +100,12 @@ class KVLayoutStrategy(Protocol[MetadataT]):
 
     @property
     def lane_count(self) -> int:
-        """Number of owners; 1 if every rank holds everything."""
+        """Number of owners: that of the ranks, or 1 if every rank holds everything."""
         ...
 
     @property
     def lane(self) -> int:
-        """The lane whose pages this rank stores, in ``[0, lane_count)``."""
+        """The lane whose pages this rank stores, in ``[0, lane_count)``; no other rank's, unless there is only one."""
         ...
 
     def validate(self, environment: LayoutEnvironment) -> None:

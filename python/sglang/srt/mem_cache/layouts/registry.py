@@ -11,6 +11,7 @@ The metadata type of a strategy is erased here and nowhere else: `AnyKVLayoutStr
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib.metadata import EntryPoint, entry_points
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -79,6 +80,18 @@ def create_layout(config: LayoutConfig) -> AnyKVLayoutStrategy:
             f"{type(error).__name__}: {error}; mend its entry point or uninstall it"
         ) from error
     return build(config)
+
+
+def create_group(config: LayoutConfig) -> list[AnyKVLayoutStrategy]:
+    """The strategies of all ranks of the group of `config`, whose own rank does not matter.
+
+    Raises what `create_layout` raises, and `LayoutConfigError` where a page would have no owner or several.
+    """
+    from .owners import refuse_shared_owners
+
+    layouts = [create_layout(replace(config, shard_rank=rank)) for rank in range(config.shard_size)]
+    refuse_shared_owners(layouts)
+    return layouts
 
 
 def _offer(entry: EntryPoint) -> str:

@@ -22,7 +22,7 @@ import pytest
 
 from .errors import LayoutConfigError, LayoutInvariantError
 from .protocol import MetadataT
-from .testing_harness import LayoutCase, LayoutHarness, spans
+from .testing_harness import LayoutCase, spans
 from .testing_metadata import (
     SplitRule,
     check_equal_arrays,
@@ -35,11 +35,12 @@ from .testing_metadata import (
     summed,
 )
 from .testing_oracle import SimulatedGroup
+from .testing_owners import OwnerContract
 
 __all__ = ["LayoutCase", "LayoutContract", "SimulatedGroup", "SplitRule", "joined", "same", "summed"]
 
 
-class LayoutContract(LayoutHarness[MetadataT]):
+class LayoutContract(OwnerContract[MetadataT]):
     """What every layout strategy must do. Subclass it in a test module under a name that starts with ``Test``."""
 
     # Where pages lie.

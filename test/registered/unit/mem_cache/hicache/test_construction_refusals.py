@@ -6,17 +6,6 @@ import unittest
 from typing import TYPE_CHECKING, Any
 
 import torch
-from _caches import (
-    CacheSpec,
-    CacheTestCase,
-    make_allocator,
-    make_device_pool,
-    make_group,
-    make_layout,
-    make_params,
-    make_settings,
-)
-from _groups import Lockstep, Seat
 from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.hisparse_memory_pool import HiSparseDSATokenToKVPool
 from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool
@@ -33,6 +22,17 @@ from sglang.srt.mem_cache.layouts import (
     LayoutConfigError,
     PoolKind,
 )
+from support.caches import (
+    CacheSpec,
+    CacheTestCase,
+    make_allocator,
+    make_device_pool,
+    make_group,
+    make_layout,
+    make_params,
+    make_settings,
+)
+from support.groups import Lockstep, Seat
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -164,14 +164,32 @@ class TestRefusedAtConstruction(CacheTestCase):
         )
 
     def test_a_group_that_is_not_the_layouts_is_refused_with_both_numbers(self) -> None:
-        for size, rank, what in ((2, 0, "shard group size 3, .* size 2"), (3, 1, "shard group rank 0, .* rank 1")):
+        for size, rank, what in ((2, 0, "shard group size 3, .* is 2"), (3, 1, "shard group rank 0, .* is 1")):
             group = ShardGroup(kind=GroupKind.ATTENTION_CP, size=size, rank=rank)
             self._refused(f"--kv-layout-strategy cp_shared was built for {what}", _DSA, group=group)
+
+    def test_a_strategy_whose_lanes_are_not_one_for_each_rank_is_refused_though_it_validates_nothing(self) -> None:
+        class ValidatesNothing(CpSharedLayout):
+            def validate(self, environment: LayoutEnvironment) -> None:
+                """Everything fits."""
+
+        spec = CacheSpec()
+        for lanes, ranks in ((2, 4), (3, 2)):
+            layout = ValidatesNothing(page_size=spec.page_size, cp_size=lanes, cp_rank=1)
+            told = f"a rank stores lane 1 of {lanes} in a group of {ranks}; accepted: {ranks} lanes"
+            with self.assertRaisesRegex(LayoutConfigError, told):
+                assemble_cache(
+                    make_params(spec, make_allocator(spec, layout, make_device_pool(spec))),
+                    layout=layout,
+                    settings=make_settings(spec),
+                    group=ShardGroup(kind=GroupKind.ATTENTION_CP, size=ranks, rank=1),
+                )
+            self.assertEqual(self.host_allocations, 0)
 
     def test_an_allocator_without_the_layouts_lanes_is_refused(self) -> None:
         spec = CacheSpec()
         allocator = PagedTokenToKVPoolAllocator(32, 4, torch.bfloat16, "cpu", make_device_pool(spec), need_sort=False)
-        with self.assertRaisesRegex(LayoutConfigError, "built for allocator lanes 3, but the server has .* lanes 1"):
+        with self.assertRaisesRegex(LayoutConfigError, "built for allocator lanes 3, but here it is 1"):
             assemble_cache(
                 make_params(spec, allocator),
                 layout=make_layout(spec, 0),
@@ -184,7 +202,7 @@ class TestRefusedAtConstruction(CacheTestCase):
         spec = CacheSpec()
         layout = make_layout(CacheSpec(pool=PoolKind.DSA), 0)
         allocator = make_allocator(spec, make_layout(spec, 0), make_device_pool(spec))
-        with self.assertRaisesRegex(LayoutConfigError, "built for page size 64, but the server has page size 4"):
+        with self.assertRaisesRegex(LayoutConfigError, "built for page size 64, but here it is 4"):
             assemble_cache(
                 make_params(spec, allocator), layout=layout, settings=make_settings(spec), group=make_group(spec, 0)
             )

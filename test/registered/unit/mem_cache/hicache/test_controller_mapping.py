@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 from unittest.mock import ANY, Mock, call, patch
 
 import numpy as np
-from _caches import LAYERS, CacheSpec, CacheTestCase, Rank, chain, page_views
-from _groups import Group, check_host
 from sglang.test.ci.ci_register import register_cpu_ci
 
 from sglang.srt.mem_cache.hicache.copies.transfer import HostTransfer
 from sglang.srt.mem_cache.hicache.host.ledger import HostShortfall
 from sglang.srt.mem_cache.hicache.settings import HiCacheSettings
 from sglang.srt.mem_cache.layouts import CpSharedKVLayout, LayoutConfigError, LayoutInvariantError, PoolKind
+from support.caches import LAYERS, CacheSpec, CacheTestCase, Rank, chain, page_views
+from support.groups import Group, check_host
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -9,9 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from _caches import LAYERS, CacheSpec, CacheTestCase, Rank, chain, page_views
-from _groups import Group, chain_lanes
-from _scheduler_steps import extend, put_chunk, put_end
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.pool_host import HostKVCache, HostPoolGroup
@@ -20,6 +17,9 @@ from sglang.test.ci.ci_register import register_cpu_ci
 
 import sglang.srt.mem_cache.hicache.radix_cache
 from sglang.srt.mem_cache.layouts import PoolKind
+from support.caches import LAYERS, CacheSpec, CacheTestCase, Rank, chain, page_views
+from support.groups import Group, chain_lanes
+from support.scheduler_steps import extend, put_chunk, put_end
 
 if TYPE_CHECKING:
     from array import array

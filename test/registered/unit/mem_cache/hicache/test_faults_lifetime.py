@@ -6,15 +6,15 @@ import unittest
 from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
-from _caches import CacheTestCase, Rank, chain, page_views
-from _faults import RANKS, begin, each_layout, evict, fault_spec, fill_host_lane, locks, node_of
-from _groups import Group
 from sglang.srt.disaggregation.kv_events import BlockStored, StorageMedium
 from sglang.test.ci.ci_register import register_cpu_ci
 
 from sglang.srt.mem_cache.hicache.accepted import WritePolicy
 from sglang.srt.mem_cache.hicache.tree.calls import Insertion
 from sglang.srt.mem_cache.layouts import PoolKind
+from support.caches import CacheTestCase, Rank, chain, page_views
+from support.faults import RANKS, begin, each_layout, evict, fault_spec, fill_host_lane, locks, node_of
+from support.groups import Group
 
 if TYPE_CHECKING:
     from collections.abc import Callable

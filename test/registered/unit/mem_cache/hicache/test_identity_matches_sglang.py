@@ -4,9 +4,12 @@ Both are given the same calls. After each, everything that a caller could see is
 duplicates, evicted tokens, lock deltas; evictable and protected sizes, free slots and free host memory; every node's
 key, tier, host copy, locks, hits and priority. The KV of every matched slot must be what its prefix says.
 
-Where nothing is short, SGLang's class is used as it is and the two agree exactly. Under pressure its faults show, each
-of which is first shown here on its own and then corrected in `_identity_reference`, by overriding one call:
+Where nothing is short, SGLang's class is used as it is, but for one thing: it counts a hit at each insert of a request,
+and ours one use a request (`identity.policy.CountsARequestOnce`). Under pressure its faults show, each of which is
+first shown here on its own and then corrected in `identity.policy` and `identity.reference`:
 
+- It cannot take back the host copy of a node that is on the device. Once those fill the host, nothing is backed up any
+  more and nothing is served from there. Ours gives them up for what leaves the device (`LetsMirrorsGiveWay`).
 - To back up n tokens it deletes n tokens of host copies, even if all but one page of that was free.
 - For a node larger than the whole host tier it deletes every host copy, and then backs nothing up.
 - To load n tokens back it evicts n tokens from the device, even if all but one page of that was free.
@@ -26,13 +29,9 @@ from collections import Counter
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, get_args
 
 import torch.distributed as dist
-from _identity_content import cached_content_is_right, totals, tree
-from _identity_operations import finish_all, perform
-from _identity_reference import Case, both_sides
-from _identity_sequences import Kind, Operation, random_operations
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
@@ -44,11 +43,16 @@ from sglang.srt.mem_cache.hicache.accepted import WritePolicy
 from sglang.srt.mem_cache.hicache.cpu.support import install_cpu_support
 from sglang.srt.mem_cache.hicache.radix_cache import HiRadixCache
 from sglang.srt.mem_cache.layouts import PoolKind
+from support.identity.content import cached_content_is_right, totals, tree
+from support.identity.operations import finish_all, perform
+from support.identity.policy import CountsARequestOnce
+from support.identity.reference import Case, both_sides
+from support.identity.sequences import Kind, Operation, random_operations
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from _identity_reference import Side
+    from support.identity.reference import Side
 
 register_cpu_ci(est_time=90, suite="base-a-test-cpu")
 
@@ -70,7 +74,7 @@ WITHOUT_PRESSURE = {
         host_ratio=2.0,
         depth=depth,
         symbols=3,
-        corrected=False,
+        reference=CountsARequestOnce,
     )
     for pool, page_size, device_pages, depth in (
         (PoolKind.MLA, 16, 500, 4),
@@ -212,7 +216,7 @@ class TestIdentityMatchesSGLang(_OneRank):
         _compare(case, data.draw(st.lists(operations, min_size=8, max_size=30)))
 
 
-FAULT_CASE = Case(corrected=False, device_pages=8, host_ratio=0.5)  # 8 pages on the device, 5 on the host
+FAULT_CASE = Case(reference=SGLangHiRadixCache, device_pages=8, host_ratio=0.5)  # 8 pages on the device, 5 on the host
 FOUR_PAGES_ON_THE_HOST = (
     *(Operation(kind=Kind.INSERT, symbols=(symbol,)) for symbol in (0, 2, 4, 6)),
     Operation(kind=Kind.SETTLE),
@@ -225,13 +229,46 @@ class TestFaultsOfSGLang(_OneRank):
 
     def test_sglang_deletes_more_host_copies_than_a_backup_needs(self) -> None:
         """Two pages are to be backed up and one is free: one page must go, SGLang lets two go."""
-        ours, theirs = _after(FAULT_CASE, [*FOUR_PAGES_ON_THE_HOST, Operation(kind=Kind.INSERT, symbols=(8, 8))])
+        leaves = (Operation(kind=Kind.SETTLE), Operation(kind=Kind.EVICT, number=63))
+        ours, theirs = _after(
+            FAULT_CASE, [*FOUR_PAGES_ON_THE_HOST, Operation(kind=Kind.INSERT, symbols=(8, 8)), *leaves]
+        )
         assert (ours["free host tokens"], theirs["free host tokens"]) == (0, 16)
 
     def test_sglang_deletes_every_host_copy_for_a_node_that_cannot_fit(self) -> None:
         """Six pages never fit into five: four copies are lost for nothing."""
         ours, theirs = _after(FAULT_CASE, [*FOUR_PAGES_ON_THE_HOST, Operation(kind=Kind.INSERT, symbols=(8,) * 6)])
         assert (ours["free host tokens"], theirs["free host tokens"]) == (16, 80)
+
+    def test_sglang_keeps_the_copies_of_what_is_on_the_device_and_loses_what_leaves_it(self) -> None:
+        """Five mirrors fill the host. A sixth page is used, the first leaves: both can be had from the host."""
+        operations = [
+            *(Operation(kind=Kind.INSERT, symbols=(symbol,)) for symbol in (0, 2, 4, 6, 8, 10)),
+            Operation(kind=Kind.SETTLE),
+            *(Operation(kind=Kind.LOCK, symbols=(symbol,)) for symbol in (2, 4, 6, 8, 0)),
+            Operation(kind=Kind.EVICT, number=16),
+            Operation(kind=Kind.MATCH, symbols=(10,)),
+        ]
+        with both_sides(FAULT_CASE) as (ours, theirs):
+            seen = [[perform(side, operation) for operation in operations][-1] for side in (ours, theirs)]
+        assert [tuple(each[:4]) for each in seen] == [
+            ("device tokens", 0, "host tokens", 16),
+            ("device tokens", 0, "host tokens", 0),
+        ]
+
+    def test_sglang_counts_one_request_as_two_uses(self) -> None:
+        operations = (
+            Operation(kind=Kind.START, symbols=(0, 0), tail=1),
+            Operation(kind=Kind.CHUNK, number=2),
+            Operation(kind=Kind.FINISH),
+        )
+        with both_sides(replace(FAULT_CASE, write_policy="write_through_selective")) as (ours, theirs):
+            for side in (ours, theirs):
+                for operation in operations:
+                    perform(side, operation)
+            roots: list[Any] = [side.cache.root_node for side in (ours, theirs)]
+            hits = [{node.hit_count for node in root.children.values()} for root in roots]
+        assert hits == [{1}, {2}]
 
     def test_sglang_evicts_more_slots_than_a_load_needs(self) -> None:
         """Three pages are to be loaded and two are free: one page must go, SGLang lets three go."""

@@ -1,4 +1,4 @@
-"""Random calls on one to four ranks, compared after every step with sets of prefixes (`_model`, `_model_machine`).
+"""Random calls on one to four ranks, compared after every step with sets of prefixes (`support.model`).
 
 The same sequences each time, and as many as fit a minute. For more, and for a failure made small::
 
@@ -10,13 +10,14 @@ from __future__ import annotations
 import os
 import unittest
 
-from _caches import CacheTestCase
-from _faults import LAYOUTS
-from _model import Model, prefixes
-from _model_machine import CacheMachine
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 from sglang.test.ci.ci_register import register_cpu_ci
+
+from support.caches import CacheTestCase
+from support.faults import LAYOUTS
+from support.model.machine import CacheMachine
+from support.model.sets import Model, prefixes
 
 register_cpu_ci(est_time=60, suite="base-a-test-cpu")
 

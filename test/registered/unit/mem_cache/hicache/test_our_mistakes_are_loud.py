@@ -8,14 +8,14 @@ from __future__ import annotations
 import unittest
 from typing import TYPE_CHECKING, Any
 
-from _caches import CacheTestCase, Rank, chain
-from _faults import begin, each_layout, fault_spec, node_of
-from _groups import Group
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 from sglang.srt.mem_cache.hicache.check.invariants import violations
 from sglang.srt.mem_cache.hicache.tree.calls import Insertion
 from sglang.srt.mem_cache.layouts.errors import LayoutInvariantError
+from support.caches import CacheTestCase, Rank, chain
+from support.faults import begin, each_layout, fault_spec, node_of
+from support.groups import Group
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -46,11 +46,13 @@ class TestBackupsAndHostMemory(CacheTestCase):
 
     @each_layout
     def test_room_that_was_made_and_is_not_there(self, layout: str) -> None:
-        group = Group(fault_spec(layout, host=4))
+        group = Group(fault_spec(layout, host=8))
         rank = group.ranks[0]
-        rank.cache.parts.host_room.make = lambda demand_pages: True  # type: ignore[method-assign]  # the fault
+        rank.cache.parts.host_room.make = _room_that_is_not_there  # type: ignore[method-assign]  # the fault
+        self._back_up(rank, pages=24)  # put off: the host has no room
         self._assert_loud(
-            lambda: self._back_up(rank, pages=24), r"room was made for \(.*\) pages, yet \(.*\) are missing"
+            lambda: rank.cache.evict(EvictParams(num_tokens=1)),
+            r"room was made for \(.*\) pages, yet \(.*\) are missing",
         )
 
     @each_layout
@@ -106,7 +108,7 @@ class TestTreeAndLoads(CacheTestCase):
 
     @each_layout
     def test_a_child_that_its_parent_files_under_another_key(self, layout: str) -> None:
-        group = Group(fault_spec(layout, policy="write_back", host=4))
+        group = Group(fault_spec(layout, policy="write_back", host=8))
         group.serve(chain(group.spec, *range(24)))  # more than the host can keep, so it will be deleted
         rank = group.ranks[0]
         children = rank.cache.root_node.children
@@ -162,6 +164,10 @@ class _With:
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401  # any attribute
         return getattr(self._strategy, name)
+
+
+def _room_that_is_not_there(demand_pages: Any, *, below: Any) -> bool:  # noqa: ANN401  # as `HostRoom.make`
+    return True
 
 
 if __name__ == "__main__":

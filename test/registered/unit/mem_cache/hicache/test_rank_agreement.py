@@ -4,18 +4,18 @@ import random
 import unittest
 from typing import TYPE_CHECKING, Any
 
-from _caches import CacheSpec, CacheTestCase, chain
-from _groups import Group
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.test.ci.ci_register import register_cpu_ci
 
 from sglang.srt.mem_cache.layouts import LayoutInvariantError, PoolKind
+from support.caches import CacheSpec, CacheTestCase, chain
+from support.groups import Group
 
 if TYPE_CHECKING:
     from array import array
     from collections.abc import Callable
 
-    from _caches import Rank
+    from support.caches import Rank
 
 register_cpu_ci(est_time=60, suite="base-a-test-cpu")
 
@@ -81,7 +81,9 @@ class TestRanksInLockstep(CacheTestCase):
     def test_trees_and_ledgers_stay_equal_when_every_rank_sees_its_acks_at_another_time(self) -> None:
         for seed in range(3):
             traffic = self._drive(_spec(), steps=250, seed=seed)
-            self.assertEqual([rank.engine.waits for rank in traffic.group.ranks], [0] * RANKS)
+            late = traffic.group.agreed(lambda rank: rank.cache.stats.late_backups)
+            waits = traffic.group.each(lambda rank: rank.engine.waits)
+            self.assertTrue(late or not any(waits), "the scheduler waited for a copy that nothing needed")
 
     def test_they_stay_equal_with_every_policy_and_pool(self) -> None:
         cases = (

@@ -11,25 +11,26 @@ import unittest
 from typing import TYPE_CHECKING, ClassVar
 
 import pytest
-from _caches import CacheSpec
-from _gloo_ranks import GlooRanks
-from _gloo_scenarios import (
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.test_utils import CustomTestCase
+
+from sglang.srt.mem_cache.layouts import PoolKind
+from support.caches import CacheSpec
+from support.gloo.ranks import GlooRanks
+from support.gloo.scenarios import (
     footprint,
     lagging_ranks,
+    lanes_that_ranks_share,
     one_page_nodes,
     random_traffic,
     round_trip,
     two_stages,
 )
-from _gloo_waits import check_events_alone, construct_alone, follow_alone, gather_alone
-from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.test_utils import CustomTestCase
-
-from sglang.srt.mem_cache.layouts import PoolKind
+from support.gloo.waits import check_events_alone, construct_alone, follow_alone, gather_alone
 
 if TYPE_CHECKING:
-    from _gloo_traffic import TrafficReport
-    from _gloo_waits import Loss
+    from support.gloo.traffic import TrafficReport
+    from support.gloo.waits import Loss
 
 register_cpu_ci(est_time=60, suite="base-a-test-cpu")
 
@@ -79,6 +80,20 @@ class TestRanksOverGloo(CustomTestCase):
         reports = self._drive(4, _spec(ranks=2), steps=300, seed=8, grid=True)
         for report in reports:
             self.assertEqual(report.collectives, {(0, 1, 1)})
+
+    def test_ranks_whose_processes_were_given_lanes_that_do_not_fit_all_refuse_alike(self) -> None:
+        for lanes, counts, told in (
+            ([3, 1, 0, 2], [4, 4, 4, 4], "^$"),
+            ([0, 0, 0, 0], [1, 1, 1, 1], "^$"),
+            ([0, 1, 1, 3], [4, 4, 4, 4], "ranks 0 to 3 store lanes 0, 1, 1, 3 of 4; accepted: 4 lanes"),
+            ([0, 1, 0, 1], [2, 2, 2, 2], "ranks 0 to 3 store lanes 0, 1, 0, 1 of 2; accepted: 4 lanes"),
+            ([0, 1, 2, 3], [5, 5, 5, 5], "ranks 0 to 3 store lanes 0, 1, 2, 3 of 5; accepted: 4 lanes"),
+            ([0, 0, 0, 0], [1, 1, 4, 1], "ranks 0 to 3 store lanes 0, 0, 0, 0 of 1, 1, 4, 1; accepted: 4 lanes"),
+        ):
+            with self.subTest(lanes=lanes, counts=counts):
+                answers = self.ranks.run(4, lanes_that_ranks_share, lanes=lanes, counts=counts)
+                self.assertEqual(len(set(answers)), 1)
+                self.assertRegex(answers[0], told)
 
     def test_pipeline_stages_share_the_smallest_capacity_and_later_ones_follow_the_first(self) -> None:
         agreed = self.ranks.run(4, two_stages, capacities=[40, 30, 20, 10], ready=[3, 2, 9, 0])

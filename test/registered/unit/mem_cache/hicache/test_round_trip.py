@@ -7,8 +7,6 @@ import unittest
 from typing import TYPE_CHECKING, Any, get_args
 
 import torch
-from _caches import CacheSpec, CacheTestCase, chain, make_device_pool, make_layout, make_params, make_settings
-from _groups import Group
 from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
@@ -19,6 +17,8 @@ from sglang.srt.mem_cache.hicache.assemble import assemble_cache
 from sglang.srt.mem_cache.hicache.settings import ShardGroup
 from sglang.srt.mem_cache.hicache.tree.calls import Insertion
 from sglang.srt.mem_cache.layouts import PoolKind
+from support.caches import CacheSpec, CacheTestCase, chain, make_device_pool, make_layout, make_params, make_settings
+from support.groups import Group
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.hicache.radix_cache import HiRadixCache

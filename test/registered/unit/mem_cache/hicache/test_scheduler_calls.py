@@ -5,15 +5,15 @@ from __future__ import annotations
 import math
 import unittest
 
-from _caches import CacheSpec, CacheTestCase, chain
-from _faults import begin, each_layout, fault_spec
-from _groups import Group
 from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle
 from sglang.test.ci.ci_register import register_cpu_ci
 
 from sglang.srt.mem_cache.hicache.runtime import standalone_runtime
 from sglang.srt.mem_cache.hicache.settings import HiCacheSettings
 from sglang.srt.mem_cache.layouts.errors import LayoutConfigError
+from support.caches import CacheSpec, CacheTestCase, chain
+from support.faults import begin, each_layout, fault_spec
+from support.groups import Group
 
 register_cpu_ci(est_time=15, suite="base-a-test-cpu")
 

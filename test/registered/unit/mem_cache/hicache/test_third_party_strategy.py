@@ -15,9 +15,6 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from _fork_server import forking_context_for_tests
-from _third_party import EXAMPLE, REPOSITORY, ThirdParty, entry_points_of, make_third_party
-from _tutorial import blocks, commands, outputs
 from sglang.srt.arg_groups.model_override_base import resolving_view
 from sglang.srt.plugins import load_plugins
 from sglang.test.ci.ci_register import register_cpu_ci
@@ -29,6 +26,9 @@ from sglang.srt.mem_cache.hicache.server.choice import choice_of
 from sglang.srt.mem_cache.hicache.server.refusals import ModelFacts, ServerFacts
 from sglang.srt.mem_cache.layouts import LayoutConfigError
 from sglang.srt.mem_cache.layouts.registry import known_layouts
+from support.fork_server import forking_context_for_tests
+from support.third_party import EXAMPLE, REPOSITORY, ThirdParty, entry_points_of, make_third_party
+from support.tutorial import blocks, commands, outputs
 
 if TYPE_CHECKING:
     from pathlib import Path

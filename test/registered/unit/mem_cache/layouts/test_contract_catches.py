@@ -14,14 +14,18 @@ from sglang.srt.mem_cache.layouts import (
     CopyPlan,
     CpHiCacheNodeMetadata,
     CpSharedLayout,
+    IdentityLayout,
     KVLayoutStrategy,
     LayoutConfigError,
     LoadPlan,
 )
+from sglang.srt.mem_cache.layouts.owners import refuse_shared_owners
 from sglang.srt.mem_cache.layouts.testing import LayoutContract, joined, same
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    import torch
 
     from sglang.srt.mem_cache.layouts.pages import LaneArray, PageArray
 
@@ -141,6 +145,43 @@ class _LogicalCapacityOfOneRank(CpSharedLayout):
         return physical_tokens
 
 
+class _TwoCopies(CpSharedLayout):
+    """Each page on two ranks: the ranks agree, and every copy is right."""
+
+    def __init__(self, *, page_size: int, cp_size: int, cp_rank: int) -> None:
+        lanes = (cp_size + 1) // 2
+        super().__init__(page_size=page_size, cp_size=lanes, cp_rank=cp_rank % lanes)
+
+
+class _ALaneThatNobodyServes(CpSharedLayout):
+    def __init__(self, *, page_size: int, cp_size: int, cp_rank: int) -> None:
+        super().__init__(page_size=page_size, cp_size=cp_size + 1, cp_rank=cp_rank)
+
+
+class _TwoRanksHaveTheLastLane(CpSharedLayout):
+    def __init__(self, *, page_size: int, cp_size: int, cp_rank: int) -> None:
+        super().__init__(page_size=page_size, cp_size=cp_size, cp_rank=max(cp_rank, min(1, cp_size - 1)))
+
+
+class _RanksInReverse(CpSharedLayout):
+    """Allowed: each rank has a lane of its own, whichever that is."""
+
+    def __init__(self, *, page_size: int, cp_size: int, cp_rank: int) -> None:
+        super().__init__(page_size=page_size, cp_size=cp_size, cp_rank=cp_size - 1 - cp_rank)
+
+
+class _RowsOfTheNextRank(CpSharedLayout):
+    """`lanes_of` and plans say one owner, `local_rows` another."""
+
+    def local_rows(self, slots: torch.Tensor) -> torch.Tensor:
+        return super().local_rows(slots + self.page_size)
+
+
+class _RowsOfEveryRank(CpSharedLayout):
+    def local_rows(self, slots: torch.Tensor) -> torch.Tensor:
+        return self.geometry.logical_locs_to_physical(slots)
+
+
 class _EveryRankTakesEverything(CpSharedLayout):
     def plan_backup(self, slot_pages: PageArray) -> BackupPlan:
         return replace(super().plan_backup(slot_pages), device_pages=self.geometry.row_pages(slot_pages))
@@ -164,6 +205,11 @@ class _EveryRankTakesEverything(CpSharedLayout):
         (_SplitHostPagesByLogicalPages, "test_the_halves_of_every_split_have_the_right_lengths_and_host_pages"),
         (_SplitHostPagesByLogicalPages, "test_bytes_come_back_at_the_same_positions"),
         (_SplitRoundsDown, "test_a_split_outside_the_node_or_off_a_page_raises_value_error"),
+        (_TwoCopies, "test_each_lane_is_one_ranks_or_every_rank_stores_all"),
+        (_ALaneThatNobodyServes, "test_each_lane_is_one_ranks_or_every_rank_stores_all"),
+        (_TwoRanksHaveTheLastLane, "test_each_lane_is_one_ranks_or_every_rank_stores_all"),
+        (_RowsOfTheNextRank, "test_a_slot_has_a_row_on_its_owner_and_a_row_of_the_padding_page_elsewhere"),
+        (_RowsOfEveryRank, "test_a_slot_has_a_row_on_its_owner_and_a_row_of_the_padding_page_elsewhere"),
         (_EveryRankTakesEverything, "test_pages_of_a_backup_are_disjoint_between_lanes_and_cover_the_node"),
     ],
 )
@@ -175,6 +221,37 @@ def test_a_broken_strategy_is_noticed(broken: type[CpSharedLayout], noticed_by: 
     with pytest.raises((AssertionError, pytest.fail.Exception)):
         getattr(Broken(), noticed_by)()
     getattr(_Binding(), noticed_by)()
+
+
+def test_ranks_in_another_order_have_a_lane_each_all_the_same() -> None:
+    class Permuted(_Binding):
+        broken = _RanksInReverse
+
+    Permuted().test_each_lane_is_one_ranks_or_every_rank_stores_all()
+    Permuted().test_a_slot_has_a_row_on_its_owner_and_a_row_of_the_padding_page_elsewhere()
+    Permuted().test_bytes_come_back_at_the_same_positions()
+
+
+@pytest.mark.parametrize("broken", [_TwoCopies, _ALaneThatNobodyServes, _TwoRanksHaveTheLastLane, _RowsOfTheNextRank])
+def test_what_is_noticed_is_refused_at_start_in_one_line(broken: type[CpSharedLayout]) -> None:
+    ranks = [broken(page_size=4, cp_size=4, cp_rank=rank) for rank in range(4)]
+    with pytest.raises(LayoutConfigError, match=r"^--kv-layout-strategy cp_shared: rank.*; accepted: [^\n]*$"):
+        refuse_shared_owners(ranks)
+
+
+def test_every_rank_order_and_identity_are_accepted_at_start() -> None:
+    for cls in (CpSharedLayout, _RanksInReverse):
+        refuse_shared_owners([cls(page_size=4, cp_size=4, cp_rank=rank) for rank in range(4)])
+    refuse_shared_owners([IdentityLayout(page_size=4)] * 4)
+
+
+def test_a_strategy_that_raises_when_asked_is_refused_by_name() -> None:
+    class Raises(CpSharedLayout):
+        def lanes_of(self, slot_pages: PageArray) -> LaneArray:
+            raise ZeroDivisionError("two\nlines")
+
+    with pytest.raises(LayoutConfigError, match=r"cp_shared: ZeroDivisionError when asked .*: two lines; accepted"):
+        refuse_shared_owners([Raises(page_size=4, cp_size=2, cp_rank=rank) for rank in range(2)])
 
 
 def test_a_mapping_that_is_consistently_another_one_is_noticed_if_homes_are_stated() -> None:

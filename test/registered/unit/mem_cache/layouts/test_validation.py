@@ -98,12 +98,12 @@ def test_mha_under_attention_tp_is_refused_because_every_rank_holds_other_heads(
 @pytest.mark.parametrize(
     ("layout", "changes", "message"),
     [
-        (IDENTITY, {"page_size": 16}, "was built for page size 64, but the server has page size 16; accepted: 64"),
-        (IDENTITY, {"allocator_lanes": 4}, "built for allocator lanes 1, but the server has allocator lanes 4"),
-        (CP_SHARED, {"page_size": 16}, "was built for page size 64, but the server has page size 16; accepted: 64"),
-        (CP_SHARED, {"group_size": 8}, "built for shard group size 4, but the server has shard group size 8"),
-        (CP_SHARED, {"group_rank": 2}, "built for shard group rank 1, but the server has shard group rank 2"),
-        (CP_SHARED, {"allocator_lanes": 1}, "built for allocator lanes 4, but the server has allocator lanes 1"),
+        (IDENTITY, {"page_size": 16}, "was built for page size 64, but here it is 16; accepted: 64"),
+        (IDENTITY, {"allocator_lanes": 4}, "built for allocator lanes 1, but here it is 4"),
+        (CP_SHARED, {"page_size": 16}, "was built for page size 64, but here it is 16; accepted: 64"),
+        (CP_SHARED, {"group_size": 8}, "built for shard group size 4, but here it is 8"),
+        (CP_SHARED, {"group_rank": 2}, "built for shard group rank 1, but here it is 2"),
+        (CP_SHARED, {"allocator_lanes": 1}, "built for allocator lanes 4, but here it is 1"),
     ],
 )
 def test_a_size_that_differs_is_refused_with_both_numbers(

@@ -120,7 +120,7 @@ def _layouts() -> CheckLine:
 
     for name in known_layouts():
         try:
-            LayoutChoice(strategy=name).create(page_size=64, shard_size=2, shard_rank=0)
+            LayoutChoice(strategy=name).create_group(page_size=64, shard_size=2)
         except Exception as error:  # another distribution's code
             found = f"{name}: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
             return _failed(

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.layouts.pages import PageArray
 
     from ..radix_cache import HiRadixCache
+    from ..tree.host_copies import HostCopies
     from ..tree.node import LayoutTreeNode
 
 
@@ -73,6 +74,13 @@ def _host_pages(cache: HiRadixCache[Any], nodes: list[LayoutTreeNode[Any]]) -> I
         booked += part.pages_per_rank
     yield from _differ("host pages in use by lane", controller.ledger.used_pages, tuple(booked.tolist()))
     yield from _differ("host pages of this rank's lane", len(own), int(booked[cache.layout.lane]))
+    unheld = np.zeros(cache.layout.lane_count, dtype=np.int64)
+    for node in nodes:
+        if node.metadata is not None and node.host_ref_counter == 0:
+            unheld += node.metadata.pages_per_rank
+    yield from _differ(
+        "host pages that can be given up by lane", cache.parts.accounting.host_copies.lane_pages, unheld.tolist()
+    )
     pool = cache.token_to_kv_pool_host
     pool_used = (pool.size - pool.available_size()) // cache.page_size
     yield from _differ("host pages in use in the pool", pool_used, len(own))
@@ -103,8 +111,11 @@ def _node(cache: HiRadixCache[Any], node: LayoutTreeNode[Any]) -> Iterator[str]:
         yield f"{name}: device leaf is {node.is_device_leaf}, but it is in the order: {node in orders.device_order}"
     if (node in orders.host_order) != node.is_host_leaf:
         yield f"{name}: host leaf is {node.is_host_leaf}, but it is in the order: {node in orders.host_order}"
+    mirrors = _copies(cache).mirrors
+    if (node in mirrors) != node.is_mirror_leaf:
+        yield f"{name}: mirror leaf is {node.is_mirror_leaf}, but it is in the order: {node in mirrors}"
     if node.lock_ref < 0 or node.host_ref_counter < 0:
-        yield f"{name} has {node.lock_ref} locks and {node.host_ref_counter} host protections"
+        yield f"{name} has {node.lock_ref} locks and {node.host_ref_counter} host holds"
     yield from _node_counters(node)
 
 
@@ -116,9 +127,16 @@ def _node_counters(node: LayoutTreeNode[Any]) -> Iterator[str]:
     yield from _differ(
         f"node {node.id}: children on the host", node.host_children, sum(c.metadata is not None for c in children)
     )
-    below = sum(child.lock_ref for child in children)
-    if node.parent is not None and node.lock_ref < below:
-        yield f"node {node.id} has {node.lock_ref} locks, its children {below}"
+    for what, own, below in (
+        ("locks", node.lock_ref, sum(child.lock_ref for child in children)),
+        ("host holds", node.host_ref_counter, sum(child.host_ref_counter for child in children)),
+    ):
+        if node.parent is not None and own < below:
+            yield f"node {node.id} has {own} {what}, its children {below}"
+
+
+def _copies(cache: HiRadixCache[Any]) -> HostCopies[Any]:
+    return cache.parts.accounting.host_copies
 
 
 def _concat(arrays: list[PageArray]) -> PageArray:

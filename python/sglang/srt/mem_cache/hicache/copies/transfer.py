@@ -115,7 +115,13 @@ class HostTransfer:
         """Submit host to device, layer by layer; `producer` records an event after each layer."""
         if self._copier is not None:
             return self._copier.load(copies, self.engine, producer)
-        return submit_load(self.engine, self._transfers(copies, to_host=False), producer, layers=self._layers)
+        return submit_load(
+            self.engine,
+            self._transfers(copies, to_host=False),
+            layers=self._layers,
+            start_event=producer.start_event,
+            on_layer_done=producer.complete,
+        )
 
     def _own_copier(self, device_pool: KVCache, io_backend: str) -> PageCopier | None:
         if not str(device_pool.device).startswith("cuda"):

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 class CpuMLATokenToKVPool(LayoutMLATokenToKVPool):
     """MLA pool in host memory.
 
-    `index_head_dim` is what some releases of SGLang pass to every out-of-tree pool; only None has a meaning here, anything else raises
-    `ValueError`.
+    `index_head_dim` is what some releases of SGLang pass to every out-of-tree pool; only None has a meaning here,
+    anything else raises `ValueError`.
     """
 
     def __init__(self, *arguments: Any, index_head_dim: int | None = None, **named: Any) -> None:  # noqa: ANN401  # SGLang's

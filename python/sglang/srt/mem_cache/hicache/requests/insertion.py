@@ -10,8 +10,8 @@ host memory, so each insert carries them: from `RequestPages` where there is one
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, TypeAlias
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Generic
 
 import torch
 from sglang.srt.mem_cache.radix_cache import RadixKey
@@ -22,6 +22,7 @@ from sglang.srt.mem_cache.layouts.protocol import MetadataT
 
 from ..tree.calls import Insertion
 from ..tree.radix_tree import read_slot_pages, whole_pages_of
+from .uses import RequestUses
 
 if TYPE_CHECKING:
     from array import array
@@ -31,11 +32,10 @@ if TYPE_CHECKING:
 
     from sglang.srt.mem_cache.layouts.pages import PageArray
 
-    from ..tree.calls import Match
+    from ..tree.calls import Match, RequestUse
     from ..tree.parts import TreeParts
     from .pages import RequestPages
-
-SchedulerRequest: TypeAlias = Any  # what has the attributes of SGLang's `Req`
+    from .uses import SchedulerRequest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -45,6 +45,7 @@ class _Chain:
     key: RadixKey
     slots: torch.Tensor
     pages: PageArray
+    use: RequestUse
     priority: int
 
 
@@ -68,27 +69,27 @@ class RequestInsertion(Generic[MetadataT]):
         self._page_size = parts.tree.page_size
         self._rows = rows
         self._allocator = allocator
+        self._uses = RequestUses()
 
     def put(
         self,
         request: SchedulerRequest,
         computed: array[int],
         *,
-        counted_tokens: int = 0,
+        is_use: bool = True,
         splits_prompt: bool = False,
     ) -> RadixKey:
         """Put the whole pages of what a request has computed into the tree, and free those that it knew.
 
-        Returns their key. With `splits_prompt`, a node ends where the prompt does. `counted_tokens`: see `Insertion`.
+        Returns their key. With `splits_prompt`, a node ends where the prompt does. `is_use`: see `Insertion`.
         """
         chain = self._chain(request, computed)
-        known = self._insert(chain, counted_tokens=counted_tokens)
+        known = self._insert(chain, is_use=is_use)
         prompt = self._key(request, computed, limit=len(request.origin_input_ids))
         if splits_prompt and 0 < len(prompt) < len(chain.key):
             # Splits a leaf of both where the answer begins, which can then be evicted alone, and first. No use of
             # the nodes by another request.
-            more_important = _Chain(key=prompt, slots=chain.slots, pages=chain.pages, priority=chain.priority + 1)
-            self._insert(more_important, counted_tokens=len(prompt))
+            self._insert(replace(chain, key=prompt, priority=chain.priority + 1), is_use=False)
         self.give_back(request, request.kv.cache_protected_len, known)
         return chain.key
 
@@ -129,16 +130,18 @@ class RequestInsertion(Generic[MetadataT]):
             key=key,
             slots=slots.to(torch.int64, copy=True),
             pages=self._pages_of(request, slots),
+            use=self._uses.of(request),
             priority=getattr(request, "priority", 0) or 0,
         )
 
-    def _insert(self, chain: _Chain, *, counted_tokens: int) -> int:
+    def _insert(self, chain: _Chain, *, is_use: bool) -> int:
         return self._parts.insert(
             Insertion(
                 key=chain.key,
                 value=chain.slots[: len(chain.key)],
                 slot_pages=chain.pages,
-                counted_tokens=counted_tokens,
+                use=chain.use,
+                is_use=is_use,
                 priority=chain.priority,
             )
         ).known_tokens

@@ -14,7 +14,7 @@ from sglang.srt.mem_cache.base_prefix_cache import InsertResult, MatchResult
 from sglang.srt.mem_cache.layouts.errors import LayoutInvariantError
 from sglang.srt.mem_cache.layouts.protocol import MetadataT
 
-from ..tree.calls import Insertion
+from ..tree.calls import Insertion, RequestUse
 from .features import SINCE_0_5_23
 from .own_calls import OwnCalls
 
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.base_prefix_cache import InitLoadBackParams, InsertParams, MatchPrefixParams
     from sglang.srt.mem_cache.radix_cache import RadixKey
 
-    from ..requests.insertion import SchedulerRequest
+    from ..requests.uses import SchedulerRequest
     from ..tree.node import LayoutTreeNode
 
 
 class SchedulerCalls(OwnCalls[MetadataT], Generic[MetadataT]):
-    """A request uses a node once: `inserted_len` says how far it has come before."""
+    """A request uses a node once, with the chunk of its prompt that passes it first."""
 
     def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
         """See `HiRadixCache.match`."""
@@ -62,7 +62,7 @@ class SchedulerCalls(OwnCalls[MetadataT], Generic[MetadataT]):
             Insertion(
                 key=params.key,
                 value=params.value,
-                counted_tokens=params.inserted_len,
+                use=RequestUse(counted=params.inserted_len),
                 priority=params.priority or 0,
             )
         )
@@ -77,10 +77,7 @@ class SchedulerCalls(OwnCalls[MetadataT], Generic[MetadataT]):
         """Put the whole pages of a request's first `up_to` tokens into the tree, and lock them for it."""
         if self.disable:
             return
-        key = self.insertion.put(
-            req, req.full_untruncated_fill_ids[:up_to], counted_tokens=req.kv.cache_inserted_len, splits_prompt=True
-        )
-        req.kv.cache_inserted_len = max(req.kv.cache_inserted_len, len(key))
+        key = self.insertion.put(req, req.full_untruncated_fill_ids[:up_to], splits_prompt=True)
         found = self.insertion.repoint(req, key)
         self.unlock(req.lock)
         req.lock = self.lock(found.device_node)

@@ -19,7 +19,7 @@ assert not SINCE_0_5_23
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.base_prefix_cache import InitLoadBackParams, InsertParams, MatchPrefixParams
 
-    from ..requests.insertion import SchedulerRequest
+    from ..requests.uses import SchedulerRequest
     from ..tree.node import LayoutTreeNode
 
 
@@ -45,7 +45,7 @@ class SchedulerCalls(OwnCalls[MetadataT], Generic[MetadataT]):
             Insertion(
                 key=params.key,
                 value=params.value,
-                counted_tokens=len(params.key) if params.chunked else 0,
+                is_use=not params.chunked,
                 priority=params.priority or 0,
             )
         )
@@ -71,7 +71,7 @@ class SchedulerCalls(OwnCalls[MetadataT], Generic[MetadataT]):
         if self.disable:
             return
         computed = req.get_fill_ids()
-        key = self.insertion.put(req, computed, counted_tokens=len(computed) if chunked else 0)
+        key = self.insertion.put(req, computed, is_use=not chunked)
         found = self.insertion.repoint(req, key)
         self.dec_lock_ref(req.last_node)
         self.inc_lock_ref(found.device_node)

@@ -1,4 +1,4 @@
-"""How SGLang asks an out-of-tree platform for its pools. Loaded while SGLang is being imported: nothing else is here."""
+"""How SGLang asks an out-of-tree platform for its pools. Loaded while SGLang is being imported."""
 
 from __future__ import annotations
 

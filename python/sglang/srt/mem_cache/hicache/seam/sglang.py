@@ -6,7 +6,6 @@ from .features import SINCE_0_5_23
 
 if SINCE_0_5_23:
     from .sglang_since_0_5_23 import (
-        LAYERS_ARGUMENT,
         PP_SYNC_TAG,
         event_recorder,
         index_host_layers,
@@ -18,7 +17,6 @@ if SINCE_0_5_23:
     )
 else:
     from .sglang_until_0_5_20 import (
-        LAYERS_ARGUMENT,
         PP_SYNC_TAG,
         event_recorder,
         index_host_layers,
@@ -30,7 +28,6 @@ else:
     )
 
 __all__ = [
-    "LAYERS_ARGUMENT",
     "PP_SYNC_TAG",
     "event_recorder",
     "index_host_layers",

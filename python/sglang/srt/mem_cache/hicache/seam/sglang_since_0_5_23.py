@@ -15,7 +15,9 @@ from .features import SINCE_0_5_23
 assert SINCE_0_5_23
 
 if TYPE_CHECKING:
-    from sglang.srt.managers.cache_controller import LayerLoadingEvent
+    from collections.abc import Callable
+
+    import torch
     from sglang.srt.mem_cache.cache_init_params import CacheInitParams
     from sglang.srt.mem_cache.l2_transfer import L2Transfer, L2TransferEngine, TransferCompletion
     from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool, KVCache, MHATokenToKVPool, MLATokenToKVPool
@@ -24,8 +26,6 @@ if TYPE_CHECKING:
     from .sizing import HostPoolSize
 
 PP_SYNC_TAG: Final = P2PTag.HICACHE_PP_SYNC
-LAYERS_ARGUMENT: Final = "transfer_layer_id_max"
-"""How SGLang's engine is told the layers of a load."""
 
 
 def event_recorder(params: CacheInitParams) -> KVCacheEventRecorder:
@@ -82,7 +82,8 @@ def index_host_pool(
 
 def index_host_layers(host_pool: DSAIndexerPoolHost, layers: int) -> list[int | None]:
     """The layer of the host index that each layer of the device has; None where it has none: the host is compact."""
-    return [host_pool._device_to_host_layer.get(layer) for layer in range(layers)]
+    host_layer_of = host_pool._device_to_host_layer  # noqa: SLF001  # nothing else tells
+    return [host_layer_of.get(layer) for layer in range(layers)]
 
 
 def release_host_memory(pool: HostKVCache) -> None:
@@ -91,11 +92,16 @@ def release_host_memory(pool: HostKVCache) -> None:
 
 
 def submit_load(
-    engine: L2TransferEngine, transfers: list[L2Transfer], producer: LayerLoadingEvent, *, layers: int
+    engine: L2TransferEngine,
+    transfers: list[L2Transfer],
+    *,
+    layers: int,
+    start_event: torch.Event | None = None,
+    on_layer_done: Callable[[int], None] | None = None,
 ) -> TransferCompletion:
-    """Submit host to device, layer by layer; `producer` records an event after each layer."""
+    """Submit host to device, layer by layer, after `start_event`; `on_layer_done` hears of each layer submitted."""
     return engine.submit_host_to_device(
-        transfers, start_event=producer.start_event, on_layer_done=producer.complete, transfer_layer_id_max=layers
+        transfers, start_event=start_event, on_layer_done=on_layer_done, transfer_layer_id_max=layers
     )
 
 

@@ -17,7 +17,8 @@ from .features import SINCE_0_5_23
 assert not SINCE_0_5_23
 
 if TYPE_CHECKING:
-    from sglang.srt.managers.cache_controller import LayerLoadingEvent
+    from collections.abc import Callable
+
     from sglang.srt.mem_cache.cache_init_params import CacheInitParams
     from sglang.srt.mem_cache.l2_transfer import L2Transfer, L2TransferEngine, TransferCompletion
     from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool, MHATokenToKVPool, MLATokenToKVPool
@@ -26,8 +27,6 @@ if TYPE_CHECKING:
     from .sizing import HostPoolSize
 
 PP_SYNC_TAG: Final = P2PTag.HIRADIX_PP_SYNC
-LAYERS_ARGUMENT: Final = "layer_num"
-"""How SGLang's engine is told the layers of a load."""
 
 
 def event_recorder(params: CacheInitParams) -> KVCacheEventRecorder:
@@ -85,9 +84,14 @@ def release_host_memory(pool: HostKVCache) -> None:
 
 
 def submit_load(
-    engine: L2TransferEngine, transfers: list[L2Transfer], producer: LayerLoadingEvent, *, layers: int
+    engine: L2TransferEngine,
+    transfers: list[L2Transfer],
+    *,
+    layers: int,
+    start_event: torch.Event | None = None,
+    on_layer_done: Callable[[int], None] | None = None,
 ) -> TransferCompletion:
-    """Submit host to device, layer by layer; `producer` records an event after each layer."""
+    """Submit host to device, layer by layer, after `start_event`; `on_layer_done` hears of each layer submitted."""
     return engine.submit_host_to_device(
-        transfers, start_event=producer.start_event, on_layer_done=producer.complete, layer_num=layers
+        transfers, start_event=start_event, on_layer_done=on_layer_done, layer_num=layers
     )

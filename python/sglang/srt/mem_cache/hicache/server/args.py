@@ -11,7 +11,6 @@ import logging
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any, Final
 
-import torch
 from sglang.srt.arg_groups.model_override_base import resolving_view
 
 from sglang.srt.mem_cache.layouts.config import DEFAULT_LAYOUT
@@ -19,18 +18,16 @@ from sglang.srt.mem_cache.layouts.errors import LayoutConfigError
 from sglang.srt.mem_cache.layouts.registry import known_layouts
 
 from ..check.releases import supported_releases
-from ..device.geometry import DsaGeometry, index_key_bytes
 from .choice import CONFIG_FLAG, CP_SHARED_FLAG, RADIX_BACKEND, STRATEGY_FLAG, attach_choice, choice_of, choose
 from .graphs import phases_asked_for, phases_with_graphs, turn_graphs_off
 from .hooks import refuse_missing_hooks
-from .refusals import ModelFacts, ServerFacts, refuse_what_does_not_fit
+from .refusals import ServerFacts, refuse_what_does_not_fit
 from .values import refuse_sizes, refuse_values
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable
 
-    from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.server_args import ServerArgs
 
     from .choice import LayoutChoice
@@ -95,7 +92,7 @@ def check(original: Callable[[ServerArgs], None], server_args: ServerArgs) -> No
     refuse_unsupported_release(choice.asked)
     refuse_missing_hooks(choice.asked)
     facts = server_facts(server_args)
-    lanes = choice.create(page_size=facts.args.page_size, shard_size=facts.shard_size, shard_rank=0).lane_count
+    lanes = choice.create_group(page_size=facts.args.page_size, shard_size=facts.shard_size)[0].lane_count
     if facts.shard_size == 1 and choice.strategy != DEFAULT_LAYOUT:
         logger.warning(
             "%s: the shard group has one rank (--tp-size %d), so there is nothing to share; using %s %s",
@@ -116,45 +113,21 @@ def check(original: Callable[[ServerArgs], None], server_args: ServerArgs) -> No
 def server_facts(server_args: ServerArgs) -> ServerFacts:
     """What the table of `refusals` asks about. Reads the model's configuration, not its weights."""
     from sglang.srt.arg_groups.model_override_base import model_config_of
-    from sglang.srt.configs.hybrid_arch import mambaish_config
-    from sglang.srt.configs.model_config import AttentionArch, get_dsa_index_kpool, is_deepseek_dsa
     from sglang.srt.utils import is_cuda
 
     from ..cpu.support import accelerator_present
+    from .models import model_facts
 
     args = resolving_view(server_args)
-    model = model_config_of(server_args)
-    is_dsa = is_deepseek_dsa(model.hf_config)
     return ServerFacts(
         args=args,
-        model=ModelFacts(
-            is_mla=model.attention_arch == AttentionArch.MLA,
-            has_uneven_heads=model.head_dim != model.v_head_dim,
-            is_dsa=is_dsa,
-            index_kpool=get_dsa_index_kpool(model.hf_config),
-            index_share=_index_share(model, args.kv_cache_dtype) if is_dsa else 0.0,
-            is_hybrid_swa=model.is_hybrid_swa,
-            is_recurrent=mambaish_config(model) is not None,
-        ),
+        model=model_facts(model_config_of(server_args), args.kv_cache_dtype),
         shard_size=shard_size(args),
         on_cpu=not accelerator_present(),
         on_nvidia=is_cuda(),
         graphs_on=accelerator_present() and bool(phases_with_graphs(server_args)),
         graphs_asked_for=accelerator_present() and bool(phases_asked_for(server_args)),
     )
-
-
-def _index_share(model: ModelConfig, kv_cache_dtype: str) -> float:
-    """Host bytes of a DSA model's index beside one byte of its KV.
-
-    Float8 rows are taken as packed, the larger of the two ways to keep them: a server is not refused in vain.
-    """
-    row = DsaGeometry(
-        kv_lora_rank=model.kv_lora_rank,
-        qk_rope_head_dim=model.qk_rope_head_dim,
-        dtype=torch.float8_e4m3fn if "fp8" in kv_cache_dtype else model.dtype,
-    )
-    return index_key_bytes(model.index_head_dim) / row.kv_bytes
 
 
 def shard_size(args: Any) -> int:  # noqa: ANN401  # any view of ServerArgs

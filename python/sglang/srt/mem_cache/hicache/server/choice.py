@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 
 from sglang.srt.mem_cache.layouts.config import LayoutConfig
 from sglang.srt.mem_cache.layouts.errors import LayoutConfigError
-from sglang.srt.mem_cache.layouts.registry import create_layout, known_layouts
+from sglang.srt.mem_cache.layouts.registry import create_group, create_layout, known_layouts
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
@@ -45,14 +45,19 @@ class LayoutChoice:
 
     def create(self, *, page_size: int, shard_size: int, shard_rank: int) -> AnyKVLayoutStrategy:
         """The strategy for one rank. `LayoutConfigError` for an unknown name, setting or impossible geometry."""
-        return create_layout(
-            LayoutConfig(
-                name=self.strategy,
-                page_size=page_size,
-                shard_size=shard_size,
-                shard_rank=shard_rank,
-                options=self.options,
-            )
+        return create_layout(self._config(page_size, shard_size, shard_rank))
+
+    def create_group(self, *, page_size: int, shard_size: int) -> list[AnyKVLayoutStrategy]:
+        """The strategies of all ranks. `LayoutConfigError` besides where a page would not have exactly one owner."""
+        return create_group(self._config(page_size, shard_size, 0))
+
+    def _config(self, page_size: int, shard_size: int, shard_rank: int) -> LayoutConfig:
+        return LayoutConfig(
+            name=self.strategy,
+            page_size=page_size,
+            shard_size=shard_size,
+            shard_rank=shard_rank,
+            options=self.options,
         )
 
 

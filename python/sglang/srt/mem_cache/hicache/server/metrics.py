@@ -47,7 +47,7 @@ GAUGES: Final[Mapping[str, str]] = {
 }
 COUNTERS: Final[Mapping[str, str]] = {
     "zero_owned_backups": "Backups of which this rank copied nothing, because others own every page.",
-    "refused_backups": "Backups that found no host room even after eviction.",
+    "refused_backups": "Nodes that left the device without a host copy, since no room could be made for one.",
     "refused_loads": "Load-backs that found no device room even after eviction; the tokens were recomputed.",
     "off_lane_pages": "Pages of requests that went to another lane than their chain's, because that one was full.",
     "page_reads": "Times that this rank read page numbers from its device, which waits for it; expected to stay 0.",

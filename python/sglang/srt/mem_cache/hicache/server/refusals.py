@@ -43,14 +43,22 @@ class ModelFacts:
     has_uneven_heads: bool = False  # keys and values of other widths
     is_dsa: bool = False
     index_kpool: int = 1  # tokens that share an index key of a DSA model
+    indexes_heads: bool = False  # index keys beside KV heads
     index_share: float = 0.0  # bytes of its index keys beside one byte of KV
     is_hybrid_swa: bool = False
     is_recurrent: bool = False
 
 
+class SettingUnknownError(Exception):
+    """`ServerFacts.args` of a server that is only planned does not have a setting."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerFacts:
-    """A server about to start. `args` answers with SGLang's resolved value of each of its fields."""
+    """A server about to start. `args` answers with SGLang's resolved value of each of its fields.
+
+    It may raise `SettingUnknownError`: rows that ask for the setting do not apply.
+    """
 
     args: Any
     model: ModelFacts
@@ -220,6 +228,12 @@ RULES: Final[tuple[Rule, ...]] = (
         remedy="use a model with attention only, or drop the strategy",
     ),
     Rule(
+        setting="a model with index keys beside KV heads (MiniMax-M3, QSA)",
+        applies=lambda facts: facts.model.indexes_heads,
+        why="its pool holds more than a row a token, and the host tier cannot describe that",
+        remedy="use a model with full attention or an MLA model with DSA, or drop the strategy",
+    ),
+    Rule(
         setting="a model with pooled index keys (index_kpool above 1)",
         applies=lambda facts: facts.model.index_kpool > 1,
         why="the keys of unfinished pools belong to requests, not to pages",
@@ -318,8 +332,15 @@ RULES: Final[tuple[Rule, ...]] = (
 def applying(facts: ServerFacts, *, sharded: bool) -> Iterator[Rule]:
     """The rows that apply to a server whose strategy shares pages out, or does not."""
     for rule in RULES:
-        if (sharded or rule.scope is Scope.ANY) and rule.applies(facts):
+        if (sharded or rule.scope is Scope.ANY) and _applies(rule, facts):
             yield rule
+
+
+def _applies(rule: Rule, facts: ServerFacts) -> bool:
+    try:
+        return rule.applies(facts)
+    except SettingUnknownError:
+        return False
 
 
 def refuse_what_does_not_fit(facts: ServerFacts, asked: str, *, sharded: bool) -> list[str]:

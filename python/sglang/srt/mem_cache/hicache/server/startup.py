@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from sglang.srt.runtime_context import get_parallel
@@ -20,11 +20,13 @@ from sglang.srt.runtime_context import get_parallel
 from sglang.srt.mem_cache import kv_cache_configurator
 from sglang.srt.mem_cache.layouts.config import GroupKind
 from sglang.srt.mem_cache.layouts.errors import LayoutConfigError, LayoutInvariantError
+from sglang.srt.mem_cache.layouts.owners import shares_pools
 
 from ..assemble import assemble_cache
 from ..device.page_reader import SharedPages, group_sum
 from ..device.pools import bytes_of
 from ..device.shared_pools import LayoutDSATokenToKVPool, LayoutMLATokenToKVPool
+from ..environment import refuse_lanes_that_ranks_share
 from ..host.pools import host_bytes_of
 from ..radix_cache import HiRadixCache
 from ..requests.pages import RequestPages
@@ -43,7 +45,6 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.memory_pool import KVCache
     from sglang.srt.mem_cache.registry import TreeCacheBuildContext
 
-    from sglang.srt.mem_cache.layouts.protocol import ShardedPoolLayout
     from sglang.srt.mem_cache.layouts.registry import AnyKVLayoutStrategy
 
 logger = logging.getLogger(__name__)
@@ -71,6 +72,8 @@ def build_allocator(
         return original(configurator, sizes=sizes, token_to_kv_pool=token_to_kv_pool, **others)
     group = shard_group()
     layout = choice.create(page_size=configurator.page_size, shard_size=group.size, shard_rank=group.rank)
+    if group.size > 1:
+        refuse_lanes_that_ranks_share(layout, _shard_ranks().cpu_group, peer_seconds=peer_seconds())
     share_pool(token_to_kv_pool, layout)
     return ServingSlotAllocator(
         layout=layout,
@@ -132,11 +135,6 @@ def shard_group() -> ShardGroup:
     if parallel.attn_tp_size > 1:
         return ShardGroup(kind=GroupKind.ATTENTION_TP, size=parallel.attn_tp_size, rank=parallel.attn_tp_rank)
     return ShardGroup()
-
-
-def shares_pools(layout: object) -> TypeGuard[ShardedPoolLayout]:
-    """Whether a strategy can say which row of the local pool a slot has."""
-    return callable(getattr(layout, "local_rows", None))
 
 
 def share_pool(pool: KVCache, layout: AnyKVLayoutStrategy) -> None:

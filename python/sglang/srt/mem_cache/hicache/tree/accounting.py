@@ -14,6 +14,7 @@ from sglang.srt.mem_cache.layouts.errors import LayoutInvariantError
 from sglang.srt.mem_cache.layouts.protocol import KVLayoutStrategy, MetadataT
 
 from .eviction_order import EvictionOrder
+from .host_copies import HostCopies
 from .node import LayoutTreeNode, parent_of
 
 if TYPE_CHECKING:
@@ -29,7 +30,8 @@ class Accounting(Generic[MetadataT]):
 
     Invariants: `evictable_tokens` and `protected_tokens` count the logical tokens on the device that are unlocked and
     locked, `evictable_lane_pages` the unlocked pages in each lane; `device_order` holds the nodes that can be evicted
-    from the device, `host_order` those that can be deleted. `priority` is that of SGLang's eviction strategies.
+    from the device, `host_order` those that can be deleted, `host_copies` all copies that can go from the host.
+    `priority` is that of SGLang's eviction strategies.
     """
 
     def __init__(
@@ -38,7 +40,8 @@ class Accounting(Generic[MetadataT]):
         self._layout = layout
         self._page_size = layout.page_size
         self.device_order: EvictionOrder[LayoutTreeNode[MetadataT]] = EvictionOrder(priority)
-        self.host_order: EvictionOrder[LayoutTreeNode[MetadataT]] = EvictionOrder(priority)
+        self.host_copies: HostCopies[MetadataT] = HostCopies(layout.lane_count, priority)
+        self.host_order = self.host_copies.alone
         self._root: LayoutTreeNode[MetadataT] | None = None
         self._forget_all()
 
@@ -49,7 +52,7 @@ class Accounting(Generic[MetadataT]):
 
     def _forget_all(self) -> None:
         self.device_order.clear()
-        self.host_order.clear()
+        self.host_copies.clear()
         self.evictable_tokens = 0
         self.protected_tokens = 0
         self.evictable_lane_pages: PageArray = np.zeros(self._layout.lane_count, dtype=np.int64)
@@ -138,15 +141,12 @@ class Accounting(Generic[MetadataT]):
     # Eviction orders.
 
     def refresh(self, node: LayoutTreeNode[MetadataT]) -> None:
-        """Make both eviction orders right for `node` after any change of its state."""
+        """Make the eviction orders right for `node` after any change of its state."""
         if node.is_device_leaf:
             self.device_order.add(node)
         else:
             self.device_order.discard(node)
-        if node.is_host_leaf:
-            self.host_order.add(node)
-        else:
-            self.host_order.discard(node)
+        self.host_copies.refresh(node)
 
     def refresh_path(self, node: LayoutTreeNode[MetadataT]) -> None:
         """`refresh` for `node` and its parent, which may have become a leaf or ceased to be one."""
@@ -156,4 +156,4 @@ class Accounting(Generic[MetadataT]):
     def touch(self, node: LayoutTreeNode[MetadataT]) -> None:
         """Move `node` in the eviction orders after a change of its time, hits or priority."""
         self.device_order.touch(node)
-        self.host_order.touch(node)
+        self.host_copies.touch(node)

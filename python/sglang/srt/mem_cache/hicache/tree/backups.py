@@ -1,19 +1,24 @@
-"""`Backups`: when a node is copied to the host, and what refuses it. Each decision comes from mirrored state."""
+"""`Backups`: when a node is copied to the host, and what refuses it.
+
+While the host has room, a node that is used is backed up early and can leave the device at once. When it is full, no
+copy is displaced for a node that stays on the device anyway: the node is backed up on its way out. Each decision comes
+from mirrored state.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Generic
 
 from sglang.srt.mem_cache.layouts.errors import LayoutInvariantError
-from sglang.srt.mem_cache.layouts.protocol import MetadataT
+from sglang.srt.mem_cache.layouts.protocol import KVLayoutStrategy, MetadataT
 
 from ..host.ledger import HostShortfall
+from .node import LayoutTreeNode, parent_of
 
 if TYPE_CHECKING:
     from ..settings import HiCacheSettings
     from .accounting import Accounting
     from .host_room import HostRoom
-    from .node import LayoutTreeNode
     from .protocols import CopyController
     from .report import TrafficReport
     from .transfers import Transfers
@@ -26,6 +31,7 @@ class Backups(Generic[MetadataT]):
         self,
         controller: CopyController[MetadataT],
         *,
+        layout: KVLayoutStrategy[MetadataT],
         settings: HiCacheSettings,
         accounting: Accounting[MetadataT],
         host_room: HostRoom[MetadataT],
@@ -33,7 +39,8 @@ class Backups(Generic[MetadataT]):
         report: TrafficReport,
     ) -> None:
         self._controller = controller
-        self._counts_uses = settings.write_policy != "write_back"
+        self._layout = layout
+        self._writes_back = settings.write_policy == "write_back"
         self._threshold = settings.write_through_threshold
         self._accounting = accounting
         self._host_room = host_room
@@ -41,36 +48,61 @@ class Backups(Generic[MetadataT]):
         self._report = report
 
     def use(self, node: LayoutTreeNode[MetadataT]) -> None:
-        """A request reused or made `node`, which is backed up when that has happened often enough."""
-        if not self._counts_uses:
-            return
+        """A request reused, made or computed `node` again, which is backed up when that has happened often enough."""
         node.hit_count += 1
         self._accounting.touch(node)
-        if not node.backuped and node.hit_count >= self._threshold:
+        if not self._writes_back and not node.backuped and self.earns_a_copy(node):
             self.back_up(node)
 
-    def back_up(self, node: LayoutTreeNode[MetadataT], *, leaving: bool = False) -> int:
-        """Copy a node to the host, making room there if needed. Returns its logical tokens, 0 if refused.
+    def earns_a_copy(self, node: LayoutTreeNode[MetadataT]) -> bool:
+        """Whether a node that leaves the device without a copy is to get one."""
+        return self._writes_back or node.hit_count >= self._threshold
 
-        The node is locked until the ack, and its parent must be backed up already, so that host copies form prefixes;
-        neither holds for one that is `leaving` the device. Refused on all ranks alike, with the node unchanged. Raises
-        `LayoutInvariantError` if ledger, metadata and node contradict each other.
+    def back_up(self, node: LayoutTreeNode[MetadataT]) -> int:
+        """Copy a node to the host. Returns its logical tokens, 0 if that is put off, with nothing changed.
+
+        Into free host pages and below a parent that is backed up, so that host copies form prefixes; the node is
+        locked until the ack. Put off on all ranks alike. Raises `LayoutInvariantError` if metadata and node contradict
+        each other.
         """
-        if not leaving and node.parent is not None and not node.parent.backuped:
+        if not parent_of(node).backuped:
             return 0
         outcome = self._controller.write(node.slot_pages, node_id=node.id)
         if isinstance(outcome, HostShortfall):
-            if not self._host_room.make(outcome.plan.demand_pages):
-                self._report.stats.refused_backups += 1
-                return 0
-            outcome = self._controller.write_plan(outcome.plan, node_id=node.id)
-        if isinstance(outcome, HostShortfall):
-            raise LayoutInvariantError(
-                f"room was made for {outcome.plan.demand_pages} pages, yet {outcome.missing_pages} are missing"
-            )
-        if outcome.logical_len != node.tokens:
-            raise LayoutInvariantError(f"metadata of {outcome.logical_len} tokens for node {node.id} of {node.tokens}")
-        node.set_metadata(outcome)
-        self._accounting.refresh_path(node)
-        self._transfers.begin_backup(node, locked=not leaving)
+            return 0
+        self._begin(node, outcome, locked=True)
         return node.tokens
+
+    def back_up_leaving(self, leaf: LayoutTreeNode[MetadataT]) -> int:
+        """Copy a leaf that is about to leave the device, making room there if needed.
+
+        Returns its logical tokens, or 0, with nothing changed, if refused. Except under write_back, host copies form
+        prefixes: what has none above it is copied too. The slots of all these nodes are read until the acks are
+        settled. Raises `LayoutInvariantError` if ledger, metadata and node contradict each other.
+        """
+        nodes = [leaf]
+        while not self._writes_back and not parent_of(nodes[-1]).backuped:
+            nodes.append(parent_of(nodes[-1]))
+        nodes.reverse()
+        plans = [self._layout.plan_backup(node.slot_pages) for node in nodes]
+        demand = [sum(pages) for pages in zip(*(plan.demand_pages for plan in plans), strict=True)]
+        if not self._host_room.make(demand, below=parent_of(nodes[0])):
+            self._report.stats.refused_backups += 1
+            return 0
+        for node, plan in zip(nodes, plans, strict=True):
+            outcome = self._controller.write_plan(plan, node_id=node.id)
+            if isinstance(outcome, HostShortfall):
+                raise LayoutInvariantError(
+                    f"room was made for {plan.demand_pages} pages, yet {outcome.missing_pages} are missing"
+                )
+            self._begin(node, outcome, locked=False)
+        self._report.stats.late_backups += len(nodes)
+        return leaf.tokens
+
+    def _begin(self, node: LayoutTreeNode[MetadataT], metadata: MetadataT, *, locked: bool) -> None:
+        if metadata.logical_len != node.tokens:
+            raise LayoutInvariantError(f"metadata of {metadata.logical_len} tokens for node {node.id} of {node.tokens}")
+        self._accounting.host_copies.hold(node)
+        node.set_metadata(metadata)
+        self._accounting.refresh_path(node)
+        self._transfers.begin_backup(node, locked=locked)

@@ -30,24 +30,32 @@ class Match(Generic[MetadataT]):
     host_tokens: int = 0
 
 
+@dataclass(slots=True, kw_only=True)
+class RequestUse:
+    """The first `counted` tokens of a request's chain have been counted as used by it."""
+
+    counted: int = 0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Insertion:
     """A chain to put into the tree: `value` has one slot a token of `key`, int64, on the pool's device.
 
-    `slot_pages` are the same as page numbers; without them they are read from the device. Nodes that end within the
-    first `counted_tokens` are not used by this: the same request has put them in before.
+    `slot_pages` are the same as page numbers; without them they are read from the device. `use` is that of the request
+    whose slots these are: it uses a node once, however often it is inserted, and not at all if `is_use` is False.
     """
 
     key: RadixKey
     value: torch.Tensor
     slot_pages: PageArray | None = None
-    counted_tokens: int = 0
+    use: RequestUse | None = None
+    is_use: bool = True
     priority: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Inserted(Generic[MetadataT]):
-    """`known_tokens` had slots in the tree already, and the caller frees its own for those. The chain ends at `node`."""
+    """`known_tokens` had slots in the tree already, the caller frees its own for those. The chain ends at `node`."""
 
     known_tokens: int
     node: LayoutTreeNode[MetadataT]

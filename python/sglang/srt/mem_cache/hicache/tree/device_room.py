@@ -7,7 +7,7 @@ Each decision is computed from mirrored state, so all ranks take it alike withou
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Generic, TypeAlias
+from typing import TYPE_CHECKING, Generic
 
 import numpy as np
 from sglang.srt.disaggregation.kv_events import StorageMedium
@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from .radix_tree import LayoutRadixTree
     from .report import TrafficReport
     from .transfers import Transfers
-
-_Staged: TypeAlias = "list[tuple[LayoutTreeNode[MetadataT], PageArray]]"
 
 
 class DeviceRoom(Generic[MetadataT]):
@@ -90,12 +88,12 @@ class DeviceRoom(Generic[MetadataT]):
     def evict_until(self, enough: Callable[[int, PageArray], bool]) -> int:
         """Evict in order until ``enough(logical tokens, pages freed in each lane)``; returns the tokens.
 
-        Backed-up leaves keep their host copy. Others are deleted, or, with the policy write_back, backed up first.
+        Leaves with a host copy keep it. Others are backed up first if they have the hits for it, or deleted.
         """
         started = time.perf_counter()
         order = self._accounting.device_order
         tokens, freed = 0, np.zeros(self._slots.lane_count, dtype=np.int64)
-        staged: _Staged[MetadataT] = []
+        staged: list[PageArray] = []  # slots of nodes that have left, while they are read
         kept: list[LayoutTreeNode[MetadataT]] = []
         while not enough(tokens, freed) and (node := order.pop_first()) is not None:
             lane_pages = self._accounting.lane_pages(node)
@@ -111,47 +109,39 @@ class DeviceRoom(Generic[MetadataT]):
         self._report.evicted_from_device(tokens, time.perf_counter() - started)
         return tokens
 
-    def _evict_node(self, node: LayoutTreeNode[MetadataT], staged: _Staged[MetadataT]) -> PageArray:
+    def _evict_node(self, node: LayoutTreeNode[MetadataT], staged: list[PageArray]) -> PageArray:
         """Evict one leaf. Returns the pages that are free now or will be when `staged` is finished; none if kept."""
-        if node.backuped:
-            return self._demote(node)
-        if self._writes_back and self._backups.back_up(node, leaving=True):
-            node.protect_host()
-            self._events.record_remove(node, medium=StorageMedium.GPU)
-            pages = self._accounting.take_off_device(node)
-            staged.append((node, pages))
-            return pages
-        self._finish_staged(staged)
-        return self._drop_subtree(node)
-
-    def _demote(self, node: LayoutTreeNode[MetadataT]) -> PageArray:
+        if not node.backuped and self._backups.earns_a_copy(node):
+            self._backups.back_up_leaving(node)
+        if not node.backuped:
+            self._finish_staged(staged)
+            return self._drop_subtree(node)
         self._events.record_remove(node, medium=StorageMedium.GPU)
         pages = self._accounting.take_off_device(node)
-        self._slots.free_slot_pages(pages)
+        if self._transfers.in_flight.is_copied(node):
+            staged.append(pages)
+        else:
+            self._slots.free_slot_pages(pages)
         return pages
 
-    def _finish_staged(self, staged: _Staged[MetadataT]) -> None:
-        """Wait for the copies of nodes that left the device under write_back, then free their slots."""
+    def _finish_staged(self, staged: list[PageArray]) -> None:
+        """Wait for the copies of nodes that have left the device, then free their slots."""
         if not staged:
             return
         self._transfers.finish_backups()
-        for node, pages in staged:
+        for pages in staged:
             self._slots.free_slot_pages(pages)
-            node.release_host()
-            self._accounting.refresh(node)
         staged.clear()
 
     def _drop_subtree(self, root: LayoutTreeNode[MetadataT]) -> PageArray:
         """Delete a leaf that has no host copy, and host-only nodes below it. Returns its pages, none if kept.
 
-        Kept, with nothing changed, if a node below is protected.
+        Kept, with nothing changed, if a node below is held.
         """
-        below = list(self._tree.nodes_below(root))
-        if any(node.host_ref_counter > 0 for node in (root, *below)):
+        if root.host_ref_counter > 0:
             return NO_PAGES
-        for node in reversed(below):
+        for node in reversed(list(self._tree.nodes_below(root))):
             self._host_room.drop_copy(node)
-            self._accounting.host_order.discard(node)
         self._events.record_remove(root)
         pages = self._accounting.take_off_device(root)
         self._slots.free_slot_pages(pages)

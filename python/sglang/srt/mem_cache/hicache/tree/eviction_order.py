@@ -69,6 +69,18 @@ class EvictionOrder(Generic[NodeT]):
                 return node
         return None
 
+    def pop_first_that(self, wanted: Callable[[NodeT], bool], *, look_past: int) -> NodeT | None:
+        """`pop_first` among the candidates that are `wanted`; None if the first `look_past` and one are not."""
+        passed: list[NodeT] = []
+        while (node := self.pop_first()) is not None and not wanted(node):
+            passed.append(node)
+            if len(passed) > look_past:
+                node = None
+                break
+        for other in passed:
+            self._push(other)
+        return node
+
     def clear(self) -> None:
         """Forget every candidate."""
         self._heap.clear()

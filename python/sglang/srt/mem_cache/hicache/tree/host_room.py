@@ -1,4 +1,7 @@
-"""`HostRoom`: who leaves the host. Room is made lane by lane, by deleting leaves that only the host has."""
+"""`HostRoom`: making room on the host, lane by lane: mirrors are given up, then leaves that only the host has.
+
+Which copies may go, and in which order, is `host_copies`' to say.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +12,14 @@ from sglang.srt.disaggregation.kv_events import StorageMedium
 from sglang.srt.mem_cache.layouts.errors import LayoutInvariantError
 from sglang.srt.mem_cache.layouts.protocol import MetadataT
 
+from .node import LayoutTreeNode, parent_of
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from sglang.srt.mem_cache.events import KVCacheEventRecorder
 
     from .accounting import Accounting
-    from .node import LayoutTreeNode
     from .protocols import CopyController
     from .radix_tree import LayoutRadixTree
     from .report import TrafficReport
@@ -39,19 +43,33 @@ class HostRoom(Generic[MetadataT]):
         self._events = events
         self._report = report
 
-    def make(self, demand_pages: Sequence[int]) -> bool:
-        """Delete host-only leaves until every lane has room for `demand_pages`; False if that cannot be.
+    def make(self, demand_pages: Sequence[int], *, below: LayoutTreeNode[MetadataT]) -> bool:
+        """Give up host copies until every lane has room for `demand_pages`; False, with none gone, if that cannot be.
 
-        Progress is physical room in each lane, whatever the logical length of the nodes that go.
+        Not those of `below` and above it, under which the pages will lie. Progress is physical room in each lane,
+        whatever the logical length of the nodes that go.
         """
-        ledger = self._controller.ledger
-        if not ledger.ever_admits(demand_pages):
+        if self._controller.ledger.admits(demand_pages):
+            return True
+        copies = self._accounting.host_copies
+        copies.hold(below)
+        made = self._give_up_copies(demand_pages)
+        copies.release(below)
+        return made
+
+    def _give_up_copies(self, demand_pages: Sequence[int]) -> bool:
+        ledger, copies = self._controller.ledger, self._accounting.host_copies
+        if not copies.can_make(ledger.missing_pages(demand_pages)):
             return False
         while not ledger.admits(demand_pages):
-            node = self._accounting.host_order.pop_first()
+            node = copies.pop_first(ledger.missing_pages(demand_pages))
             if node is None:
                 return False
-            self._delete_leaf(node)
+            if node.value is None:
+                self._delete_leaf(node)
+            else:
+                self.drop_copy(node)
+                self._accounting.refresh(parent_of(node))
         return True
 
     def evict(self, num_tokens: int) -> int:
@@ -69,6 +87,7 @@ class HostRoom(Generic[MetadataT]):
         if node.metadata is None:
             raise LayoutInvariantError(f"node {node.id} has no host copy to drop")
         self._events.record_remove(node, medium=StorageMedium.CPU)
+        self._accounting.host_copies.dropped(node)
         tokens = self._controller.release_host(node.metadata)
         self._report.stats.evicted_host_tokens += tokens
         node.clear_metadata()

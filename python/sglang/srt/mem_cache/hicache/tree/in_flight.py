@@ -70,6 +70,10 @@ class InFlight(Generic[MetadataT]):
             parts.insert(parts.index(child), upper)
             self._backup_of[upper] = backup_id
 
+    def is_copied(self, node: LayoutTreeNode[MetadataT]) -> bool:
+        """Whether a backup of `node` is under way: its slots are being read."""
+        return node in self._backup_of
+
     def end_backup(self, backup_id: int) -> Backup[MetadataT]:
         """Forget a backup and return it. `LayoutInvariantError` if no such backup is under way."""
         backup = self.backups.pop(backup_id, None)

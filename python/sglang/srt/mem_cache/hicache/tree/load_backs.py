@@ -83,11 +83,9 @@ class LoadBacks(Generic[MetadataT]):
         return value
 
     def _load(self, nodes: Sequence[LayoutTreeNode[MetadataT]], load_id: int) -> PageArray | None:
-        """Allocate and queue, evicting if a lane is short. The nodes stay protected if, and only if, it works."""
+        """Allocate and queue, evicting if a lane is short. They stay held on the host if, and only if, it works."""
         parts = [_metadata_of(node) for node in nodes]
-        for node in nodes:
-            node.protect_host()
-            self._accounting.refresh(node)
+        self._accounting.host_copies.hold(nodes[-1])
         slot_pages = self._controller.load(parts, node_id=load_id)
         if slot_pages is None:
             self._device_room.make(self._layout.load_lanes(parts))
@@ -100,9 +98,7 @@ class LoadBacks(Generic[MetadataT]):
                 self._accounting.evictable_tokens,
             )
             self._report.stats.refused_loads += 1
-            for node in nodes:
-                node.release_host()
-                self._accounting.refresh(node)
+            self._accounting.host_copies.release(nodes[-1])
         return slot_pages
 
     def _give_slots(self, nodes: Sequence[LayoutTreeNode[MetadataT]], slot_pages: PageArray) -> torch.Tensor:

@@ -31,7 +31,8 @@ class LayoutTreeNode(TreeNode, Generic[MetadataT]):
 
     `value` are the logical slots, int64, shape ``[tokens]``, on the pool's device, or None if evicted;
     `slot_pages` are the same as page numbers in host memory, empty if evicted. `metadata` is None if the node
-    has no host copy. Times are ticks of the tree's logical clock, equal on all ranks.
+    has no host copy. `host_ref_counter` counts the transfers that hold it or one below it. Times are ticks of the
+    tree's logical clock, equal on all ranks.
     """
 
     parent: LayoutTreeNode[MetadataT] | None
@@ -130,8 +131,18 @@ class LayoutTreeNode(TreeNode, Generic[MetadataT]):
         return self.value is not None and self.lock_ref == 0 and self.device_children == 0 and not self.is_root
 
     @property
+    def is_mirror_leaf(self) -> bool:
+        """On the device and on the host, not held there, with no child on the host: the host copy can be given up."""
+        return (
+            self.metadata is not None
+            and self.value is not None
+            and self.host_ref_counter == 0
+            and self.host_children == 0
+        )
+
+    @property
     def is_host_leaf(self) -> bool:
-        """Only on the host, neither locked nor protected, with no child on the host: can be deleted."""
+        """Only on the host, neither locked nor held, with no child on the host: can be deleted."""
         return (
             self.value is None
             and self.metadata is not None

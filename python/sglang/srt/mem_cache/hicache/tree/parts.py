@@ -89,7 +89,13 @@ def build_tree_parts(
     )
     host_room = HostRoom(controller, tree=tree, accounting=accounting, events=events, report=report)
     backups = Backups(
-        controller, settings=settings, accounting=accounting, host_room=host_room, transfers=transfers, report=report
+        controller,
+        layout=layout,
+        settings=settings,
+        accounting=accounting,
+        host_room=host_room,
+        transfers=transfers,
+        report=report,
     )
     device_room = DeviceRoom(
         slots,

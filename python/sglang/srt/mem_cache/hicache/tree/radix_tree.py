@@ -139,9 +139,8 @@ class LayoutRadixTree(Generic[MetadataT]):
         """Put a chain of slots into the tree, up to its last whole page.
 
         Nodes that had left the device get the new slots. What the tree did not know belongs to it from now on. `on_use`
-        is called with each node that was on the device or is new, and ends behind the tokens that are counted already,
-        before the next one is looked at. Raises `LayoutInvariantError`, with the tree unchanged, for fewer slots or
-        pages than tokens, or parts of pages.
+        is called with each node of the chain that the insertion is a use of, before the next one is looked at. Raises
+        `LayoutInvariantError`, with the tree unchanged, for fewer slots or pages than tokens, or parts of pages.
         """
         key, _ = insertion.key.maybe_to_bigram_view(self.bigrams)
         key = whole_pages_of(key, self.page_size)
@@ -154,13 +153,18 @@ class LayoutRadixTree(Generic[MetadataT]):
             pages = read_slot_pages(value[: len(key)], self.page_size)
         if len(pages) * self.page_size < len(key):
             raise LayoutInvariantError(f"insert of {len(key)} tokens came with {len(pages)} slot pages")
-        return self._insert_slots(key, pages, insertion, on_use)
+        counted = 0 if insertion.use is None else insertion.use.counted
+        result = self._insert_slots(key, pages, insertion, counted, on_use if insertion.is_use else _no_use)
+        if insertion.use is not None and insertion.is_use:
+            insertion.use.counted = max(counted, len(key))
+        return result
 
     def _insert_slots(
         self,
         key: RadixKey,
         pages: PageArray,
         insertion: Insertion,
+        counted: int,
         on_use: Callable[[LayoutTreeNode[MetadataT]], None],
     ) -> Inserted[MetadataT]:
         tick, value, priority = self._now(), insertion.value, insertion.priority
@@ -181,15 +185,14 @@ class LayoutRadixTree(Generic[MetadataT]):
                 self._events.record_store(node)
             else:
                 known += shared
-                if at + shared > insertion.counted_tokens:
-                    on_use(node)
+            if at >= counted:
+                on_use(node)
             at += shared
         if at < end:
             node = self._add_leaf(node, key[at:], priority)
             self._accounting.put_on_device(node, value[at:end].clone(), self._page_range(pages, at, end))
             self._events.record_store(node)
-            if end > insertion.counted_tokens:
-                on_use(node)
+            on_use(node)  # also where the request was here before, and what it had left is gone
         return Inserted(known_tokens=known, node=node)
 
     def _page_range(self, pages: PageArray, start: int, stop: int) -> PageArray:
@@ -209,7 +212,7 @@ class LayoutRadixTree(Generic[MetadataT]):
     def _split_node(self, key: RadixKey, child: LayoutTreeNode[MetadataT], split_len: int) -> LayoutTreeNode[MetadataT]:
         """Insert a node above `child` that takes over its first `split_len` tokens, and return it.
 
-        Slots and metadata are divided, by the strategy where it is metadata; locks and host protection hold
+        Slots and metadata are divided, by the strategy where it is metadata; locks and host holds count
         for both halves; hit count and priority are inherited.
         """
         upper = self._new_node(key[:split_len], priority=child.priority, tick=self._tick)
@@ -288,6 +291,10 @@ class LayoutRadixTree(Generic[MetadataT]):
     def _now(self) -> int:
         self._tick += 1
         return self._tick
+
+
+def _no_use(_node: object) -> None:
+    """A chunk of a prompt uses nothing."""
 
 
 def whole_pages_of(key: RadixKey, page_size: int) -> RadixKey:

@@ -92,14 +92,13 @@ class Transfers(Generic[MetadataT]):
         backup = self.in_flight.end_backup(backup_id)
         for part in backup.parts:
             self._events.record_store(part, medium=StorageMedium.CPU)
+        self._accounting.host_copies.release(backup.node)
         if backup.locked:
             self._accounting.unlock(backup.node)
 
     def _end_load(self, load_id: int) -> None:
         load = self.in_flight.end_load(load_id)
-        for node in list(load.nodes()):
-            node.release_host()
-            self._accounting.refresh(node)
+        self._accounting.host_copies.release(load.last)
         self._accounting.unlock(load.last)
 
 

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from _caches import LAYERS
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool, MHATokenToKVPool, MLATokenToKVPool
 from sglang.test.ci.ci_register import register_cpu_ci
@@ -17,6 +16,7 @@ from sglang.srt.mem_cache.hicache.cpu.platform import HostCpuPlatform
 from sglang.srt.mem_cache.hicache.cpu.pools import CpuMLATokenToKVPool, CpuPagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.hicache.cpu.support import install_cpu_support
 from sglang.srt.mem_cache.hicache.runtime import standalone_runtime
+from support.caches import LAYERS
 
 register_cpu_ci(est_time=15, suite="base-a-test-cpu")
 

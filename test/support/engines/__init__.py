@@ -1,0 +1,1 @@
+"""SGLang's engine and server on tiny models, each in a process of its own."""

@@ -1,0 +1,1 @@
+"""SGLang's own cache beside ours with the layout `identity`."""

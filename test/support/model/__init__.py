@@ -1,0 +1,1 @@
+"""A cache in plain sets, and the machine that compares it with a real one."""
