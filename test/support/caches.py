@@ -32,6 +32,7 @@ from sglang.srt.mem_cache.hicache.device.pools import (
     kv_buffers,
 )
 from sglang.srt.mem_cache.hicache.runtime import standalone_runtime
+from sglang.srt.mem_cache.hicache.seam.features import SINCE_0_5_23
 from sglang.srt.mem_cache.hicache.settings import HiCacheSettings, ShardGroup
 from sglang.srt.mem_cache.hicache.slots.allocator import CPSharedPagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.layouts import AnyKVLayoutStrategy, GroupKind, LayoutConfig, PoolKind, create_layout
@@ -67,6 +68,11 @@ class CacheTestCase(CustomTestCase):
         super().setUpClass()
         install_cpu_support()
         cls.enterClassContext(standalone_runtime(page_size=4))
+
+
+def pooled_keys_page_size(index_kpool: int) -> int:
+    """The page of a DSA pool that has one index key for so many tokens: of its keys, or of its tokens, it has 64."""
+    return 64 * index_kpool if SINCE_0_5_23 else 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

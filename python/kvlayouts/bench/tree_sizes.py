@@ -16,16 +16,16 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from kvlayouts.bench.figures import Figure, bounded
+from kvlayouts.bench.sglang_subjects import SGLANG_TREES
 from kvlayouts.bench.subjects import (
     OurSubject,
     PoolSizes,
     Subject,
-    hiradix,
     leaf_tokens,
     subjects_runtime,
-    unified,
 )
 from kvlayouts.bench.timing import no_collection, seconds_of
+from sglang.srt.mem_cache.hicache.seam.trees import HIRADIX, UNIFIED
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -40,9 +40,9 @@ if TYPE_CHECKING:
 PAGE_SIZE = 4
 SPARE_PAGES = 4_096
 OUR_SAMPLES, THEIR_SAMPLES = 100, 5
+_MOST_LEAVES = {HIRADIX: 100_000, UNIFIED: 10_000}
 SGLANG: Mapping[str, tuple[Callable[[PoolSizes, ServerArgs], Subject], int]] = {
-    "SGLang HiRadixCache": (hiradix, 100_000),
-    "SGLang UnifiedRadixCache": (unified, 10_000),
+    name: (make, _MOST_LEAVES[name]) for name, make in SGLANG_TREES.items()
 }
 """How each of SGLang's trees is made, and the most leaves with which one eviction ends in a reasonable time."""
 FLAT, EVICT_MS, GROWTH = 2.0, 0.1, 0.2

@@ -21,8 +21,8 @@ from sglang.srt.mem_cache.layouts import LayoutConfigError, PoolKind
 from ..device.geometry import index_key_bytes
 from ..device.kinds import pool_kind
 from ..device.pools import kv_buffers
+from ..seam.records import HostPoolSize
 from ..seam.sglang import index_host_pool, mha_host_pool, mla_host_pool, release_host_memory
-from ..seam.sizing import HostPoolSize
 from .memory import refuse_too_large
 from .sizes import check_gb, check_ratio, host_pages, host_pool_bytes, size_flag
 

@@ -12,6 +12,7 @@ if SINCE_0_5_23:
         index_host_pool,
         mha_host_pool,
         mla_host_pool,
+        place_of,
         release_host_memory,
         submit_load,
     )
@@ -23,6 +24,7 @@ else:
         index_host_pool,
         mha_host_pool,
         mla_host_pool,
+        place_of,
         release_host_memory,
         submit_load,
     )
@@ -34,6 +36,7 @@ __all__ = [
     "index_host_pool",
     "mha_host_pool",
     "mla_host_pool",
+    "place_of",
     "release_host_memory",
     "submit_load",
 ]

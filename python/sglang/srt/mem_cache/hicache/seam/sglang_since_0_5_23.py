@@ -9,8 +9,10 @@ from sglang.srt.mem_cache.events import KVCacheEventRecorder
 from sglang.srt.mem_cache.pool_host.dsa import DSAIndexerPoolHost, make_dsa_indexer_pool_decl
 from sglang.srt.mem_cache.pool_host.mha import get_mha_host_pool_cls
 from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
+from sglang.srt.runtime_context import get_parallel
 
 from .features import SINCE_0_5_23
+from .records import Place
 
 assert SINCE_0_5_23
 
@@ -18,12 +20,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     import torch
+    from sglang.srt.managers.tp_worker import TpModelWorker
     from sglang.srt.mem_cache.cache_init_params import CacheInitParams
     from sglang.srt.mem_cache.l2_transfer import L2Transfer, L2TransferEngine, TransferCompletion
     from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool, KVCache, MHATokenToKVPool, MLATokenToKVPool
     from sglang.srt.mem_cache.pool_host import HostKVCache
 
-    from .sizing import HostPoolSize
+    from .records import HostPoolSize
 
 PP_SYNC_TAG: Final = P2PTag.HICACHE_PP_SYNC
 
@@ -35,6 +38,18 @@ def event_recorder(params: CacheInitParams) -> KVCacheEventRecorder:
         page_size=params.page_size,
         dynamo_format=params.dynamo_kv_event_format,
         lora_names=params.kv_event_lora_names,
+    )
+
+
+def place_of(worker: TpModelWorker) -> Place:
+    """This process's place: each has one worker, and SGLang publishes where it stands."""
+    found = get_parallel()
+    return Place(
+        tp_rank=found.tp_rank,
+        pp_rank=found.pp_rank,
+        dp_rank=found.dp_rank,
+        attn_tp_rank=found.attn_tp_rank,
+        attn_cp_rank=found.attn_cp_rank,
     )
 
 

@@ -13,18 +13,20 @@ from sglang.srt.mem_cache.pool_host.mha import get_mha_host_pool_cls
 from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 
 from .features import SINCE_0_5_23
+from .records import Place
 
 assert not SINCE_0_5_23
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from sglang.srt.managers.tp_worker import TpModelWorker
     from sglang.srt.mem_cache.cache_init_params import CacheInitParams
     from sglang.srt.mem_cache.l2_transfer import L2Transfer, L2TransferEngine, TransferCompletion
     from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool, MHATokenToKVPool, MLATokenToKVPool
     from sglang.srt.mem_cache.pool_host import HostKVCache
 
-    from .sizing import HostPoolSize
+    from .records import HostPoolSize
 
 PP_SYNC_TAG: Final = P2PTag.HIRADIX_PP_SYNC
 
@@ -32,6 +34,18 @@ PP_SYNC_TAG: Final = P2PTag.HIRADIX_PP_SYNC
 def event_recorder(params: CacheInitParams) -> KVCacheEventRecorder:
     """What SGLang's radix cache would make of the same parameters."""
     return KVCacheEventRecorder(enabled=params.enable_kv_cache_events, page_size=params.page_size)
+
+
+def place_of(worker: TpModelWorker) -> Place:
+    """This process's place."""
+    found = worker.ps
+    return Place(
+        tp_rank=found.tp_rank,
+        pp_rank=found.pp_rank,
+        dp_rank=found.dp_rank,
+        attn_tp_rank=found.attn_tp_rank,
+        attn_cp_rank=found.attn_cp_rank,
+    )
 
 
 def mla_host_pool(device_pool: MLATokenToKVPool, size: HostPoolSize) -> MLATokenToKVPoolHost:

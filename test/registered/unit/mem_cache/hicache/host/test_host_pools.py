@@ -30,7 +30,7 @@ from sglang.srt.mem_cache.hicache.device.pools import (
 from sglang.srt.mem_cache.hicache.host.pools import AnyHostPool, build_host_pool, host_bytes_of
 from sglang.srt.mem_cache.hicache.seam.sglang import submit_load
 from sglang.srt.mem_cache.layouts import LayoutConfigError
-from support.caches import CacheTestCase
+from support.caches import CacheTestCase, pooled_keys_page_size
 
 register_cpu_ci(est_time=40, suite="base-a-test-cpu")
 
@@ -219,9 +219,10 @@ class TestHostPools(CacheTestCase):
             build_host_pool(device, page_size=PAGE, mem_layout="sideways")
 
     def test_a_pool_that_is_not_served_is_refused_by_name(self) -> None:
+        page_size = pooled_keys_page_size(2)
         device = DSATokenToKVPool(
-            size=PAGE,
-            page_size=PAGE,
+            size=page_size,
+            page_size=page_size,
             dtype=torch.bfloat16,
             kv_lora_rank=512,
             qk_rope_head_dim=64,
@@ -233,7 +234,7 @@ class TestHostPools(CacheTestCase):
             index_kpool=2,
         )
         with pytest.raises(LayoutConfigError, match="does not support the KV pool DSATokenToKVPool"):
-            build_host_pool(device, page_size=PAGE, mem_layout="layer_first")
+            build_host_pool(device, page_size=page_size, mem_layout="layer_first")
 
     def test_too_little_host_memory_is_refused(self) -> None:
         device = _make_device_pool(DsaGeometry())

@@ -1,4 +1,4 @@
-"""What a host pool is told of its size, on each release."""
+"""What the seam takes and gives: the same on each release."""
 
 from __future__ import annotations
 
@@ -14,3 +14,14 @@ class HostPoolSize:
     page_size: int
     mem_layout: str
     allocator_type: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where a process of a server stands among the others. `dp_rank` is None without data parallelism."""
+
+    tp_rank: int
+    pp_rank: int
+    dp_rank: int | None
+    attn_tp_rank: int
+    attn_cp_rank: int
