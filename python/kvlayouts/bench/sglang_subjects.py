@@ -7,12 +7,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator
-from sglang.srt.mem_cache.base_prefix_cache import InsertParams
 from sglang.srt.mem_cache.common import evict_from_tree_cache
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from kvlayouts.bench.subjects import NoCopyEngine, cache_params, device_pool, joined
-from sglang.srt.mem_cache.hicache.seam.trees import OWN_TREES, make_tree, match_and_load
+from sglang.srt.mem_cache.hicache.seam.trees import OWN_TREES, make_tree, match_and_load, put
 from sglang.srt.mem_cache.layouts.errors import LayoutInvariantError
 
 if TYPE_CHECKING:
@@ -50,10 +49,8 @@ class SGLangSubject:
             raise LayoutInvariantError(f"no room for a prompt of {len(tokens)} tokens")
         slots = joined(prefix, fresh)
         whole = len(tokens) // page_size * page_size
-        result = cache.insert(InsertParams(key=RadixKey(tokens), value=slots[:whole]))
-        allocator.free_segments(
-            [(slots[len(prefix) : result.prefix_len], len(prefix)), (slots[whole : len(tokens)], whole)]
-        )
+        put(cache, RadixKey(tokens), slots[:whole], own_from=len(prefix))
+        allocator.free_segment(slots[whole : len(tokens)], start_pos=whole)
         cache.dec_lock_ref(node, lock.to_dec_params())
         cache.check_hicache_events()
         return len(prefix)

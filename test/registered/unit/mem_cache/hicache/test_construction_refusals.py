@@ -31,6 +31,7 @@ from support.caches import (
     make_layout,
     make_params,
     make_settings,
+    pooled_keys_page_size,
 )
 from support.groups import Lockstep, Seat
 

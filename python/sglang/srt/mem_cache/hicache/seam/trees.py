@@ -8,7 +8,9 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
-from sglang.srt.mem_cache.base_prefix_cache import InitLoadBackParams, MatchPrefixParams
+from sglang.srt.managers.schedule_batch import ReqKvInfo
+from sglang.srt.mem_cache.base_prefix_cache import InitLoadBackParams, InsertParams, MatchPrefixParams
+from sglang.srt.mem_cache.radix_cache import RadixCache
 
 from .features import SINCE_0_5_23
 
@@ -36,17 +38,42 @@ def make_tree(name: str, params: CacheInitParams, server_args: ServerArgs) -> An
     return cache
 
 
+def load_params(found: Any) -> InitLoadBackParams:  # noqa: ANN401  # SGLang's
+    """What the scheduler asks for after a match, for a request of no other kind than plain tokens."""
+    params: Any = InitLoadBackParams(best_match_node=found.best_match_node, host_hit_length=found.host_hit_length)
+    params.req = SimpleNamespace(
+        last_node=found.last_device_node,
+        swa_host_hit_length=0,
+        mamba_host_hit_length=0,
+        rid="",
+        kv=ReqKvInfo(),
+    )
+    return params
+
+
 def match_and_load(cache: Any, key: RadixKey) -> tuple[torch.Tensor, Any]:  # noqa: ANN401  # SGLang's
     """The slots of the longest prefix of `key`, with what is queued to be loaded back, and the node that it ends at."""
     found = cache.match_prefix(MatchPrefixParams(key=key))
     node = found.last_device_node
     if not found.host_hit_length:
         return (cache.path_device_indices(node) if SINCE_0_5_23 else found.device_indices), node
-    params: Any = InitLoadBackParams(best_match_node=found.best_match_node, host_hit_length=found.host_hit_length)
-    params.req = SimpleNamespace(last_node=node, swa_host_hit_length=0, mamba_host_hit_length=0, rid="")
-    loaded, node = cache.init_load_back(params)
+    loaded, node = cache.init_load_back(load_params(found))
     if SINCE_0_5_23:
         return cache.path_device_indices(node), node
     # No copy where one is empty: copying here is not the cache's work.
     parts = [slots for slots in (found.device_indices, loaded) if len(slots)]
     return (torch.cat(parts) if len(parts) > 1 else parts[0] if parts else loaded), node
+
+
+def put(cache: Any, key: RadixKey, slots: torch.Tensor, *, own_from: int) -> int:  # noqa: ANN401  # SGLang's, or ours
+    """Insert whole pages, and free the caller's slots, those from `own_from`, that the tree had already.
+
+    Returns the tokens that it had. A plain radix cache leaves them to the caller; `UnifiedRadixCache` frees them.
+    """
+    params: Any = InsertParams(key=key, value=slots)
+    if not isinstance(cache, RadixCache):
+        params.prev_prefix_len = own_from
+        return int(cache.insert(params).prefix_len)
+    known = int(cache.insert(params).prefix_len)
+    cache.token_to_kv_pool_allocator.free_segment(slots[own_from:known], start_pos=own_from)
+    return known

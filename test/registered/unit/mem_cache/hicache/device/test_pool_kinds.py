@@ -83,9 +83,7 @@ if SINCE_0_5_23:
         "MiniMaxM3Nvfp4KVPool": PoolKind.OTHER,
         "MiniMaxM3Nvfp4MainKVPool": PoolKind.OTHER,
     }
-    DEVICE_POOLS[
-        "mem_cache.page_interleave_pool"
-    ] = {  # SGLang's own sharding: pages of one rank, gathered by its reader
+    DEVICE_POOLS["mem_cache.page_interleave_pool"] = {  # pages of one rank, gathered by its reader
         "PageInterleaveDSATokenToKVPool": PoolKind.OTHER,
         "PageInterleaveMHATokenToKVPool": PoolKind.OTHER,
         "PageInterleaveMLATokenToKVPool": PoolKind.OTHER,
