@@ -203,6 +203,12 @@ class Rank:
         self.engine = SlowEngine()
         self.controller.transfer.engine = self.engine
 
+    def take(self, tokens: int) -> torch.Tensor:
+        """So many slots, which there must be."""
+        slots = self.allocator.alloc(tokens)
+        assert slots is not None, f"no room for {tokens} tokens"
+        return slots
+
     def key(self, tokens: Sequence[int], namespace: str | None = None) -> RadixKey:
         """A fresh key: SGLang's keys are consumed by the call that they are passed to."""
         return RadixKey(array("q", tokens), namespace)

@@ -84,12 +84,12 @@ def put_chunk(request: Any, cache: Any, *, tokens: int) -> None:  # noqa: ANN401
 
 def put_end(request: Any, cache: Any, *, tokens: int, keep: bool = True) -> None:  # noqa: ANN401
     """`release` for a request that no batch has, with slots for `tokens`; its row is not given back."""
-    if not SINCE_0_5_23:
+    if SINCE_0_5_23:
+        if keep:
+            cache.checkpoint(request, up_to=tokens)
+        cache.free_kv_row(request.kv, [(request.kv.cache_protected_len, tokens)])
+        cache.unlock(request.lock)
+        request.lock = None
+        cache.on_release(request, checkpointed=keep)
+    else:
         cache.cache_finished_req(request, is_insert=keep, kv_len_to_handle=tokens)
-        return
-    if keep:
-        cache.checkpoint(request, up_to=tokens)
-    cache.free_kv_row(request.kv, [(request.kv.cache_protected_len, tokens)])
-    cache.unlock(request.lock)
-    request.lock = None
-    cache.on_release(request, checkpointed=keep)

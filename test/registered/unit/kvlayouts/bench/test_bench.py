@@ -40,6 +40,7 @@ from kvlayouts.bench.plans import (
 from kvlayouts.bench.report import print_figures, to_json
 from kvlayouts.bench.run import RUNNERS
 from kvlayouts.bench.runs import run_share
+from kvlayouts.bench.sglang_subjects import SGLANG_TREES
 from kvlayouts.bench.subjects import sizes_for
 from kvlayouts.bench.timing import alternating
 from kvlayouts.bench.tree_sizes import TreeTimes, bench_evict, bench_scale, growth_exponent
@@ -122,7 +123,7 @@ class TestNothingToDivideBy(CustomTestCase):
 
     def test_prompts_that_share_nothing_give_times_and_no_ratio_of_tokens_found(self) -> None:
         trace = read_trace(DEFAULT_TRACE, max_requests=2)
-        names = *requests.SGLANG_TREES, requests.IDENTITY, requests.SHARDED, requests.BY_TOKEN
+        names = *SGLANG_TREES, requests.IDENTITY, requests.SHARDED, requests.BY_TOKEN
         for found, ratio in ((0, None), (64, 1.0)):
             subjects = {name: mock.Mock(serve=mock.Mock(return_value=found)) for name in names}
             with (

@@ -213,7 +213,7 @@ class TestKeys(CacheTestCase):
         group = Group(fault_spec(layout, pages=8, host=8, pool=PoolKind.DSA, eagle=True))
         tokens = chain(group.spec, 1, 2)
         for rank in group.ranks:
-            rank.cache.put(Insertion(key=rank.key(tokens), value=rank.allocator.alloc(128)))
+            rank.cache.put(Insertion(key=rank.key(tokens), value=rank.take(128)))
             for length, matched in ((0, 0), (1, 0), (63, 0), (64, 0), (65, 64), (128, 64)):
                 match = rank.cache.match(rank.key(tokens[:length]))
                 self.assertEqual(len(match.slots), matched, f"{length} tokens")

@@ -79,7 +79,7 @@ class TestBackupsAndHostMemory(CacheTestCase):
 
     def _back_up(self, rank: Rank, *, pages: int = 4) -> None:
         tokens = chain(rank.spec, *range(pages))
-        slots = rank.allocator.alloc(len(tokens))
+        slots = rank.take(len(tokens))
         rank.cache.put(Insertion(key=rank.key(tokens), value=slots))
 
     def _assert_loud(self, call: Callable[[], object], words: str) -> None:

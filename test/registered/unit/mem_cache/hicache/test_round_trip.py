@@ -97,7 +97,7 @@ class TestRoundTrip(CacheTestCase):
         group = Group(CacheSpec(eagle=True))
         tokens = chain(group.spec, 1, 2, 3, 4)[:13]  # twelve bigrams
         for rank in group.ranks:
-            rank.cache.put(Insertion(key=rank.key(tokens), value=rank.allocator.alloc(16)))
+            rank.cache.put(Insertion(key=rank.key(tokens), value=rank.take(16)))
             for length, matched in ((3, 0), (4, 0), (5, 4), (8, 4), (9, 8), (13, 12)):
                 match = rank.cache.match(rank.key(tokens[:length]))
                 self.assertEqual(len(match.slots), matched)

@@ -42,9 +42,10 @@ def pool_class_for(platform: SRTPlatform, kind: PoolName) -> type | None:
     """The pool that SGLang would take from `platform`, asked as SGLang asks."""
     if SINCE_0_5_23:
         return platform.get_kv_pool_cls(kind=kind)
-    asked = {
-        "mha": platform.get_mha_kv_pool_cls,
-        "mla": platform.get_mla_kv_pool_cls,
-        "dsa": platform.get_dsa_kv_pool_cls,
-    }
-    return asked[kind]()
+    else:
+        asked = {
+            "mha": platform.get_mha_kv_pool_cls,
+            "mla": platform.get_mla_kv_pool_cls,
+            "dsa": platform.get_dsa_kv_pool_cls,
+        }
+        return asked[kind]()

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Final
 
 from sglang.srt.distributed.communication_tags import P2PTag
 from sglang.srt.mem_cache.events import KVCacheEventRecorder
-from sglang.srt.mem_cache.pool_host.dsa import DSAIndexerPoolHost, make_dsa_indexer_pool_decl
+from sglang.srt.mem_cache.pool_host import dsa
+from sglang.srt.mem_cache.pool_host.dsa import DSAIndexerPoolHost
 from sglang.srt.mem_cache.pool_host.mha import get_mha_host_pool_cls
 from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 from sglang.srt.runtime_context import get_parallel
@@ -92,7 +93,7 @@ def index_host_pool(
     device_pool: DSATokenToKVPool, anchor: MLATokenToKVPoolHost, *, allocator_type: str
 ) -> DSAIndexerPoolHost:
     """The host pool of index keys beside `anchor`."""
-    return DSAIndexerPoolHost(make_dsa_indexer_pool_decl(device_pool), anchor, allocator_type=allocator_type)
+    return DSAIndexerPoolHost(dsa.make_dsa_indexer_pool_decl(device_pool), anchor, allocator_type=allocator_type)
 
 
 def index_host_layers(host_pool: DSAIndexerPoolHost, layers: int) -> list[int | None]:

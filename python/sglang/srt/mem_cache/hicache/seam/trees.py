@@ -38,7 +38,7 @@ def make_tree(name: str, params: CacheInitParams, server_args: ServerArgs) -> An
     return cache
 
 
-def load_params(found: Any) -> InitLoadBackParams:  # noqa: ANN401  # SGLang's
+def load_params(found: Any) -> Any:  # noqa: ANN401  # SGLang's, with fields that our stub lacks
     """What the scheduler asks for after a match, for a request of no other kind than plain tokens."""
     params: Any = InitLoadBackParams(best_match_node=found.best_match_node, host_hit_length=found.host_hit_length)
     params.req = SimpleNamespace(
@@ -60,9 +60,10 @@ def match_and_load(cache: Any, key: RadixKey) -> tuple[torch.Tensor, Any]:  # no
     loaded, node = cache.init_load_back(load_params(found))
     if SINCE_0_5_23:
         return cache.path_device_indices(node), node
-    # No copy where one is empty: copying here is not the cache's work.
-    parts = [slots for slots in (found.device_indices, loaded) if len(slots)]
-    return (torch.cat(parts) if len(parts) > 1 else parts[0] if parts else loaded), node
+    else:
+        # No copy where one is empty: copying here is not the cache's work.
+        parts = [slots for slots in (found.device_indices, loaded) if len(slots)]
+        return (torch.cat(parts) if len(parts) > 1 else parts[0] if parts else loaded), node
 
 
 def put(cache: Any, key: RadixKey, slots: torch.Tensor, *, own_from: int) -> int:  # noqa: ANN401  # SGLang's, or ours

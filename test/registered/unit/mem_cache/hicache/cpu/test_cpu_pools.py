@@ -39,6 +39,7 @@ class TestCpuPools(CustomTestCase):
             (pool_class_for(platform, "dsa"), DSATokenToKVPool),
             (platform.get_paged_allocator_cls(), PagedTokenToKVPoolAllocator),
         ):
+            assert found is not None
             self.assertTrue(issubclass(found, base), found)
         self.assertFalse(platform.is_pin_memory_available())
         self.assertEqual(platform.get_default_attention_backend(), "torch_native")

@@ -171,14 +171,14 @@ class TestTreeShape(CacheTestCase):
     def test_insert_with_too_few_slots_raises_with_both_numbers_and_changes_nothing(self) -> None:
         (rank,) = Group(CacheSpec(ranks=1)).ranks
         with self.assertRaisesRegex(LayoutInvariantError, "insert of 8 tokens came with 4 slots"):
-            rank.cache.put(Insertion(key=rank.key(chain(rank.spec, 1, 2)), value=rank.allocator.alloc(4)))
+            rank.cache.put(Insertion(key=rank.key(chain(rank.spec, 1, 2)), value=rank.take(4)))
         with self.assertRaisesRegex(LayoutInvariantError, "insert of 8 tokens came without slots"):
             rank.cache.insert(InsertParams(key=rank.key(chain(rank.spec, 1, 2))))
         self.assertEqual(rank.nodes(), [])
 
     def test_insert_with_too_few_page_numbers_raises_and_leaves_no_empty_node(self) -> None:
         (rank,) = Group(CacheSpec(ranks=1)).ranks
-        key, value = rank.key(chain(rank.spec, 1, 2)), rank.allocator.alloc(8)
+        key, value = rank.key(chain(rank.spec, 1, 2)), rank.take(8)
         with self.assertRaisesRegex(LayoutInvariantError, "insert of 8 tokens came with 1 slot pages"):
             rank.cache.put(Insertion(key=key, value=value, slot_pages=np.array([2], dtype=np.int64)))
         self.assertEqual((rank.nodes(), rank.cache.root_node.children), ([], {}))
@@ -198,7 +198,7 @@ class TestTreeShape(CacheTestCase):
     def test_a_chain_shorter_than_a_page_is_neither_kept_nor_found(self) -> None:
         (rank,) = Group(CacheSpec(ranks=1)).ranks
         tokens = chain(rank.spec, 1)[:3]
-        inserted = rank.cache.put(Insertion(key=rank.key(tokens), value=rank.allocator.alloc(4)))
+        inserted = rank.cache.put(Insertion(key=rank.key(tokens), value=rank.take(4)))
         self.assertEqual(inserted.known_tokens, 0)
         match = rank.cache.match(rank.key(tokens))
         self.assertEqual((len(match.slots), match.host_tokens, rank.nodes()), (0, 0, []))
@@ -270,7 +270,7 @@ def _start(group: Group, *pages: int) -> Request:
 
 
 def _insert(rank: Rank, tokens: Any) -> Any:  # noqa: ANN401  # tokens of a chain; a node
-    value = rank.allocator.alloc(len(tokens))
+    value = rank.take(len(tokens))
     return rank.cache.put(Insertion(key=rank.key(tokens), value=value)).node
 
 
