@@ -35,12 +35,12 @@ from relied_on import (
     write_record,
 )
 
-from sglang.srt.mem_cache.hicache.check.releases import supported_releases
 from sglang.srt.mem_cache.hicache.controller import HiCacheController
 from sglang.srt.mem_cache.hicache.cpu.platform import HostCpuPlatform
 from sglang.srt.mem_cache.hicache.cpu.pools import CpuPagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.hicache.device.shared_pools import LayoutDSATokenToKVPool, LayoutIndexKeyCache
 from sglang.srt.mem_cache.hicache.radix_cache import HiRadixCache
+from sglang.srt.mem_cache.hicache.releases import supported_releases
 from sglang.srt.mem_cache.hicache.server.allocator import ServingSlotAllocator
 from sglang.srt.mem_cache.hicache.server.plugin import HOOKS as OUR_HOOKS
 from sglang.srt.mem_cache.hicache.tree.node import LayoutTreeNode

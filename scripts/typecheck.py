@@ -14,7 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 # By its path: as a module it would load SGLang, which takes seconds and is not needed here.
-RELEASES = runpy.run_path(str(ROOT / "python/sglang/srt/mem_cache/hicache/check/releases.py"))
+RELEASES = runpy.run_path(str(ROOT / "python/sglang/srt/mem_cache/hicache/releases.py"))
 
 
 def options(release: str) -> list[str]:

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[3]
-RELEASES = runpy.run_path(str(ROOT / "python/sglang/srt/mem_cache/hicache/check/releases.py"))
+RELEASES = runpy.run_path(str(ROOT / "python/sglang/srt/mem_cache/hicache/releases.py"))
 SUPPORTED: tuple[str, ...] = RELEASES["supported_releases"]()
 TYPECHECK = runpy.run_path(str(ROOT / "scripts/typecheck.py"))
 

@@ -9,9 +9,7 @@ class ModelLayerInfo(msgspec.Struct, frozen=True, kw_only=True):
     num_effective_layers: int
 
 if SINCE_0_5_23:
-    def resolve_layer_indices(
-        *, model: object, model_config: ModelConfig, is_draft_worker: bool
-    ) -> ModelLayerInfo: ...
+    def resolve_layer_indices(*, model: object, model_config: ModelConfig, is_draft_worker: bool) -> ModelLayerInfo: ...
 
 else:
     def resolve_layer_indices(

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from sglang.srt.mem_cache.layouts.errors import LayoutConfigError
 from sglang.srt.mem_cache.layouts.registry import known_layouts
 
-from .releases import supported_releases
+from ..releases import supported_releases
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -29,8 +29,8 @@ from typing import TYPE_CHECKING
 
 from sglang.srt.mem_cache.layouts.errors import LayoutConfigError
 
+from ..releases import declares_something, stub_for
 from .parameters import call_differences, declared_parameters, field_parameters
-from .releases import declares_something, stub_for
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

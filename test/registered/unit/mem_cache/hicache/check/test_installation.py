@@ -13,7 +13,7 @@ from sglang.test.test_utils import CustomTestCase
 from kvlayouts import main as command
 from sglang.srt.mem_cache.hicache.check import installation
 from sglang.srt.mem_cache.hicache.check.installation import check_installation
-from sglang.srt.mem_cache.hicache.check.releases import supported_releases
+from sglang.srt.mem_cache.hicache.releases import supported_releases
 from sglang.srt.mem_cache.hicache.server import args as server_args
 from sglang.srt.mem_cache.hicache.server import plugin
 from sglang.srt.mem_cache.hicache.server.hooks import Hook
@@ -48,6 +48,10 @@ class TestCheck(CustomTestCase):
         with mock.patch.object(installation, "supported_releases", return_value=(other,)):
             *_, line = check_installation()
         self.assertFalse(line.passed)
+        both = mock.patch.object(installation, "supported_releases", return_value=(version("sglang"), other))
+        with both, mock.patch.object(installation, "version", return_value="0.5.0"):
+            *_, nearest = check_installation()
+        self.assertTrue(nearest.passed, nearest.found)
         self.assertRegex(
             line.found, rf"^\d+ of \d+ names in \d+ modules differ from {re.escape(other)}: .*P2PTag\.\w+: is"
         )

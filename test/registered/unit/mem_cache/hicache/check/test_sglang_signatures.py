@@ -16,8 +16,8 @@ from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.test_utils import CustomTestCase
 
 from sglang.srt.mem_cache.hicache.check.parameters import call_differences, declared_parameters
-from sglang.srt.mem_cache.hicache.check.releases import declares_something, stub_for
 from sglang.srt.mem_cache.hicache.check.signatures import check_signatures
+from sglang.srt.mem_cache.hicache.releases import declares_something, stub_for
 from sglang.srt.mem_cache.layouts.errors import LayoutConfigError
 
 if TYPE_CHECKING:
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 register_cpu_ci(est_time=40, suite="base-a-test-cpu")
 
-RELEASE = version("sglang")
 STUBS = Path(__file__).resolve().parents[6] / "typings"
+RELEASE = version("sglang")
 
 
 class _Break(NamedTuple):

@@ -19,7 +19,7 @@ _CONDITION: Final = re.compile(r"SINCE_(\d+(?:_\d+)+)")
 
 def supported_releases() -> tuple[str, ...]:
     """The accepted releases, oldest first."""
-    lines = (Path(__file__).parents[1] / "releases.txt").read_text(encoding="utf-8").splitlines()
+    lines = Path(__file__).with_name("releases.txt").read_text(encoding="utf-8").splitlines()
     return tuple(line for line in lines if line and not line.startswith("#"))
 
 

@@ -18,7 +18,7 @@ import sglang
 register_cpu_ci(est_time=30, suite="base-a-test-cpu")
 
 CLASSES = ("sglang.srt.tree.Radix",)
-TARGETS = ("sglang.srt.tree.Radix.insert", "sglang.srt.tree.plain")
+TARGETS = ("sglang.srt.tree.Radix.evict", "sglang.srt.tree.Radix.insert", "sglang.srt.tree.plain")
 FILES = {
     "server_args.py": "class ServerArgs:\n    pass\n",
     "arg_groups/fields/memory.py": "class Memory:\n    _NS = 'memory'\n    ratio: float = 2.0\n",
@@ -84,7 +84,7 @@ class TestWhatDrifts(CustomTestCase):
         self.assertEqual(list(self.before[METHODS]), ["Base", "Base.evict", "Radix", "Radix.insert", "Radix.size"])
         self.assertEqual([name for name, fact in self.before[METHODS].items() if NODES in fact], ["Radix.insert"])
         self.assertEqual((list(self.before[FLAGS]), list(self.before[TAGS])), (["ratio"], ["DEFAULT"]))
-        self.assertEqual(list(self.before[HOOKS].values()), ["self, key, value", "batch"])
+        self.assertEqual(list(self.before[HOOKS].values()), ["self, count", "self, key, value", "batch"])
 
     def test_each_kind_of_change_is_seen(self) -> None:
         for file, old, new, expected in (
@@ -99,8 +99,8 @@ class TestWhatDrifts(CustomTestCase):
             ),
             ("arg_groups/fields/memory.py", "ratio", "share", [(FLAGS, "new", "share"), (FLAGS, "gone", "ratio")]),
             ("distributed/communication_tags.py", "= 0", "= 0\n    SYNC = 1", [(TAGS, "new", "SYNC")]),
-            ("tree.py", "plain(batch)", "plain(batch, step)", [(HOOKS, "changed", TARGETS[1])]),
-            ("tree.py", "def plain", "def other", [(HOOKS, "changed", TARGETS[1])]),
+            ("tree.py", "plain(batch)", "plain(batch, step)", [(HOOKS, "changed", TARGETS[2])]),
+            ("tree.py", "def plain", "def other", [(HOOKS, "changed", TARGETS[2])]),
         ):
             with self.subTest(new):
                 self.assertEqual(self._drifted(file, old, new), expected)
