@@ -148,7 +148,9 @@ class CacheSimulation(Generic[MetadataT]):
         pages: PageArray = np.zeros(len(lanes), dtype=np.int64)
         pages[cached:] = own  # before these, the tree looks at none: it has them on the device
         whole = pages[: len(keys)]
-        known = parts.put(Insertion(key=RadixKey(keys), value=self.slots.slots(whole), slot_pages=whole)).known_tokens
+        known = parts.insert(
+            Insertion(key=RadixKey(keys), value=self.slots.slots(whole), slot_pages=whole)
+        ).known_tokens
         self.slots.free_slot_pages(np.concatenate((pages[cached:known], pages[len(keys) :])))
         parts.accounting.unlock(node)
         parts.transfers.settle()
