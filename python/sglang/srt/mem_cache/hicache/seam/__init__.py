@@ -8,7 +8,9 @@ One module a family of releases, with the same names in each, and one that choos
     calls          cache_(un)finished_req              checkpoint, on_release, touch_prefix
                    a match has slots, a load returns   both count tokens
                    them; chunks are no uses            what a request inserted before is no use
+    models         ParallelState says what is sharded  widths are published
     platforms      a pool class by its own name        get_kv_pool_cls(kind=...)
+    trees          HiRadixCache, UnifiedRadixCache     UnifiedRadixCache: for comparisons only
     server_flags   each name by the field that makes the difference
 
 The core has types of its own (`tree.calls`); what SGLang's scheduler calls is translated here.
