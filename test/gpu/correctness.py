@@ -30,7 +30,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InitLoadBackParams, MatchPrefixParams
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
@@ -45,7 +45,7 @@ from sglang.srt.mem_cache.hicache.copies.transfer import HostTransfer
 from sglang.srt.mem_cache.hicache.runtime import standalone_runtime
 from sglang.srt.mem_cache.hicache.settings import HiCacheSettings, ShardGroup
 from sglang.srt.mem_cache.hicache.slots.allocator import CPSharedPagedTokenToKVPoolAllocator
-from sglang.srt.mem_cache.hicache.tree.radix_tree import PagedInsertParams
+from sglang.srt.mem_cache.hicache.tree.calls import Insertion
 from sglang.srt.mem_cache.layouts import GroupKind, LayoutConfig, create_layout
 from sglang.srt.mem_cache.layouts.pages import pages_of_tokens
 
@@ -185,8 +185,8 @@ class Rank:
 
     def compute(self, tokens: array[int]) -> PageArray:
         """Pages of a chain: cached ones on the device, then new ones, whose rows are written. Returns all pages."""
-        match = self.cache.match_prefix(MatchPrefixParams(key=RadixKey(array("q", tokens))))
-        cached = pages_of_tokens(match.device_indices, PAGE_SIZE)
+        match = self.cache.match(RadixKey(array("q", tokens)))
+        cached = pages_of_tokens(match.slots, PAGE_SIZE)
         base = self.layout.chain_base(tokens[:PAGE_SIZE].tobytes(), "")
         count = len(tokens) // PAGE_SIZE - len(cached)
         fresh = self.cache.alloc_slots(self.layout.extend_lanes(base, len(cached), count))
@@ -202,18 +202,16 @@ class Rank:
         value = self.cache.slots.slots(pages)
         key = RadixKey(array("q", tokens))
         with synchronisation_forbidden():
-            self.cache.insert(PagedInsertParams(key=key, value=value, slot_pages=pages))
+            self.cache.put(Insertion(key=key, value=value, slot_pages=pages))
 
     def load_and_read(self, tokens: array[int], what: str) -> None:
         """Load a chain back and read each layer on another stream as soon as its event allows."""
-        match = self.cache.match_prefix(MatchPrefixParams(key=RadixKey(array("q", tokens))))
-        self.problems.expect(match.host_hit_length > 0, f"{what}: nothing on the host")
+        match = self.cache.match(RadixKey(array("q", tokens)))
+        self.problems.expect(match.host_tokens > 0, f"{what}: nothing on the host")
         hold(self.engine.host_to_device_stream)
         with synchronisation_forbidden():
-            loaded, _ = self.cache.init_load_back(
-                InitLoadBackParams(best_match_node=match.best_match_node, host_hit_length=match.host_hit_length)
-            )
-        slots = torch.cat([match.device_indices, loaded])
+            loaded, _ = self.cache.bring_back(match.host_node)
+        slots = torch.cat([match.slots, loaded])
         self.problems.expect(len(slots) == len(tokens), f"{what}: {len(slots)} slots for {len(tokens)} tokens")
         pages = pages_of_tokens(slots, PAGE_SIZE)
         rows, keys = self.own(pages, self.keys(tokens)[: len(pages)])

@@ -32,6 +32,7 @@ from sglang.srt.mem_cache.hicache.device.pools import (
     kv_buffers,
 )
 from sglang.srt.mem_cache.hicache.runtime import standalone_runtime
+from sglang.srt.mem_cache.hicache.seam.features import SINCE_0_5_23
 from sglang.srt.mem_cache.hicache.settings import HiCacheSettings, ShardGroup
 from sglang.srt.mem_cache.hicache.slots.allocator import CPSharedPagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.layouts import AnyKVLayoutStrategy, GroupKind, LayoutConfig, PoolKind, create_layout
@@ -67,6 +68,11 @@ class CacheTestCase(CustomTestCase):
         super().setUpClass()
         install_cpu_support()
         cls.enterClassContext(standalone_runtime(page_size=4))
+
+
+def pooled_keys_page_size(index_kpool: int) -> int:
+    """The page of a DSA pool that has one index key for so many tokens: of its keys, or of its tokens, it has 64."""
+    return 64 * index_kpool if SINCE_0_5_23 else 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,6 +203,12 @@ class Rank:
         self.engine = SlowEngine()
         self.controller.transfer.engine = self.engine
 
+    def take(self, tokens: int) -> torch.Tensor:
+        """So many slots, which there must be."""
+        slots = self.allocator.alloc(tokens)
+        assert slots is not None, f"no room for {tokens} tokens"
+        return slots
+
     def key(self, tokens: Sequence[int], namespace: str | None = None) -> RadixKey:
         """A fresh key: SGLang's keys are consumed by the call that they are passed to."""
         return RadixKey(array("q", tokens), namespace)
@@ -307,18 +319,12 @@ class SlowEngine(L2TransferEngine):
     def submit_host_to_device(
         self,
         transfers: list[L2Transfer],
-        *,
-        layer_num: int,
-        start_event: Any = None,  # noqa: ANN401  # a stream event of whatever device
-        on_layer_done: Callable[[int], None] | None = None,
+        **named: Any,  # noqa: ANN401  # as the release has them
     ) -> TransferCompletion:
         """See `L2TransferEngine`."""
         self.loads.append(transfers)
         submit = super().submit_host_to_device
-        return self._submit(
-            self.load_events,
-            lambda: submit(transfers, layer_num=layer_num, start_event=start_event, on_layer_done=on_layer_done),
-        )
+        return self._submit(self.load_events, lambda: submit(transfers, **named))
 
     def finish_writes(self, count: int | None = None) -> None:
         """The next `count` backups, or all, end and are seen to."""

@@ -42,7 +42,7 @@ page-size: 16
 max-total-tokens: {rows}
 max-running-requests: 4
 context-length: 512
-mem-fraction-static: 0.1
+mem-fraction-static: 0.3
 attention-backend: torch_native
 cuda-graph-backend-decode: disabled
 cuda-graph-backend-prefill: disabled

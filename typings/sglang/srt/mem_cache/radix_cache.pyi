@@ -67,6 +67,8 @@ class RadixCache(BasePrefixCache):
     is_eagle: bool
     device: torch.device
     eviction_strategy: EvictionStrategy
+    if not SINCE_0_5_23:
+        disable_finished_insert: bool
     kv_events: KVCacheEventRecorder
     root_node: TreeNode
     evictable_size_: int

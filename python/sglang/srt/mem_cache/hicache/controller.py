@@ -155,6 +155,10 @@ class HiCacheController(SGLangHiCacheController, Generic[MetadataT]):
 
     # Both tiers.
 
+    def has_inflight_device_transfers(self) -> bool:
+        """Whether a copy that is queued, or not settled, still needs its rows on the device."""
+        return bool(self._queued_loads or self.ack_write_queue or self.ack_load_queue)
+
     def release_host(self, metadata: MetadataT) -> int:
         """Free the host pages of a node on every rank. Returns its logical tokens.
 

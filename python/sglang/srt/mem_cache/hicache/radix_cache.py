@@ -18,43 +18,38 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Generic
 
-from sglang.srt.mem_cache.base_prefix_cache import DecLockRefResult, EvictResult, IncLockRefResult, InsertResult
-from sglang.srt.mem_cache.radix_cache import RadixCache
+from sglang.srt.mem_cache.base_prefix_cache import DecLockRefResult, EvictResult, IncLockRefResult
 
 from sglang.srt.mem_cache.layouts.errors import LayoutInvariantError
 from sglang.srt.mem_cache.layouts.protocol import KVLayoutStrategy, MetadataT
 
 from .host.pools import release_host_pool
 from .no_storage import NoStorageTier
+from .seam.calls import SchedulerCalls
+from .tree.calls import Inserted, LoadedBack
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
     import torch
-    from sglang.srt.mem_cache.base_prefix_cache import (
-        DecLockRefParams,
-        EvictParams,
-        InitLoadBackParams,
-        InsertParams,
-        MatchPrefixParams,
-        MatchResult,
-    )
+    from sglang.srt.mem_cache.base_prefix_cache import DecLockRefParams, EvictParams
     from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+    from sglang.srt.mem_cache.radix_cache import RadixKey
 
     from sglang.srt.mem_cache.layouts.pages import LaneArray, PageArray
 
     from .controller import HiCacheController
     from .host.pools import AnyHostPool
     from .requests.insertion import RequestInsertion
-    from .requests.uses import SchedulerRequest
     from .settings import HiCacheSettings
     from .slots.allocator import SlotAllocator
+    from .tree.calls import Insertion, Match
     from .tree.in_flight import Backup, LoadBack
     from .tree.node import LayoutTreeNode
     from .tree.parts import TreeParts
 
 
-class HiRadixCache(NoStorageTier, RadixCache, Generic[MetadataT]):
+class HiRadixCache(NoStorageTier, SchedulerCalls[MetadataT], Generic[MetadataT]):
     """A radix cache with a host tier whose pages a layout strategy places. Made by `assemble.assemble_cache`.
 
     `layout` is the one strategy object that allocator, controller and tree share. `requests` puts the scheduler's
@@ -106,7 +101,6 @@ class HiRadixCache(NoStorageTier, RadixCache, Generic[MetadataT]):
         tree = self.parts.tree
         tree.reset()
         self.root_node = tree.root
-        self._empty_match_result = tree.nothing_found
         self.parts.events.record_all_cleared()
 
     def release_host_resources(self) -> None:
@@ -114,30 +108,19 @@ class HiRadixCache(NoStorageTier, RadixCache, Generic[MetadataT]):
         self.cache_controller.wait_for_copies()
         release_host_pool(self.token_to_kv_pool_host)
 
-    # Requests.
+    # Requests. What SGLang's scheduler calls instead stands in `seam.calls`.
 
-    def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
-        """See `LayoutRadixTree.match_prefix`."""
-        return self.parts.tree.nothing_found if self.disable else self.parts.tree.match_prefix(params)
+    def match(self, key: RadixKey) -> Match[MetadataT]:
+        """See `LayoutRadixTree.match`."""
+        return self.parts.tree.nothing_found if self.disable else self.parts.tree.match(key)
 
-    def insert(self, params: InsertParams) -> InsertResult:
+    def put(self, insertion: Insertion) -> Inserted[MetadataT]:
         """See `LayoutRadixTree.insert`. Nodes that are used often enough are backed up."""
-        return InsertResult(prefix_len=0) if self.disable else self.parts.insert(params)
-
-    def cache_finished_req(self, req: SchedulerRequest, is_insert: bool = True, *, kv_len_to_handle: int) -> None:
-        """Put the whole pages of a request that has ended into the tree, or give all back, and unlock its prefix."""
-        if self.disable:
-            self._insertion.give_back(req, tokens=kv_len_to_handle)
-        else:
-            self._insertion.finish(req, tokens=kv_len_to_handle, insert=is_insert)
-
-    def cache_unfinished_req(self, req: SchedulerRequest, chunked: bool = False) -> None:
-        """Put the whole pages of a request that goes on into the tree, and lock them for it."""
-        if not self.disable:
-            self._insertion.go_on(req, chunked=chunked)
+        return Inserted(known_tokens=0, node=self.root_node) if self.disable else self.parts.insert(insertion)
 
     @property
-    def _insertion(self) -> RequestInsertion[MetadataT]:
+    def insertion(self) -> RequestInsertion[MetadataT]:
+        """The steps of putting a request into the tree. `LayoutInvariantError` without a request pool."""
         if self.requests is None:
             raise LayoutInvariantError("a cache that was made without a request pool was given a request")
         return self.requests
@@ -186,20 +169,15 @@ class HiRadixCache(NoStorageTier, RadixCache, Generic[MetadataT]):
         """See `LoadBacks.load_back`."""
         return self.parts.load_backs.load_back(node, mem_quota)
 
-    def init_load_back(self, params: InitLoadBackParams) -> tuple[torch.Tensor, LayoutTreeNode[MetadataT]]:
-        """Load back what a match found on the host.
-
-        Returns the new slots, int64, shape ``[tokens]``, on the pool's device, empty if nothing was loaded, and the
-        deepest node on the device.
-        """
-        node: LayoutTreeNode[MetadataT] = params.best_match_node
+    def bring_back(self, node: LayoutTreeNode[MetadataT], mem_quota: int | None = None) -> LoadedBack[MetadataT]:
+        """Load back what a match found on the host, down to its `host_node`: all of it or nothing."""
         if node.value is None:
-            value = self.parts.load_backs.load_back(node, params.mem_quota)
+            value = self.parts.load_backs.load_back(node, mem_quota)
             if value is not None:
-                return value, node
+                return LoadedBack(value, node)
         while node.value is None and node.parent is not None:
             node = node.parent
-        return self.parts.tree.nothing_found.device_indices, node
+        return LoadedBack(self.parts.tree.nothing_found.slots, node)
 
     def ready_to_load_host_cache(self) -> int:
         """Start the queued loads; returns the layer counter to wait on, or -1."""

@@ -31,6 +31,7 @@ from support.caches import (
     make_layout,
     make_params,
     make_settings,
+    pooled_keys_page_size,
 )
 from support.groups import Lockstep, Seat
 
@@ -160,7 +161,9 @@ class TestRefusedAtConstruction(CacheTestCase):
 
     def test_a_pool_whose_index_is_not_one_row_a_token_is_refused_by_name(self) -> None:
         self._refused(
-            "does not support the KV pool DSATokenToKVPool", _DSA, pool=DSATokenToKVPool(**_DSA_FIELDS, index_kpool=2)
+            "does not support the KV pool DSATokenToKVPool",
+            _DSA,
+            pool=DSATokenToKVPool(**{**_DSA_FIELDS, "page_size": pooled_keys_page_size(2), "index_kpool": 2}),
         )
 
     def test_a_group_that_is_not_the_layouts_is_refused_with_both_numbers(self) -> None:

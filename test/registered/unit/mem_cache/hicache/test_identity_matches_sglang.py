@@ -35,7 +35,6 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
-from sglang.srt.mem_cache.hiradix_cache import HiRadixCache as SGLangHiRadixCache
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.test_utils import CustomTestCase
 
@@ -45,7 +44,7 @@ from sglang.srt.mem_cache.hicache.radix_cache import HiRadixCache
 from sglang.srt.mem_cache.layouts import PoolKind
 from support.identity.content import cached_content_is_right, totals, tree
 from support.identity.operations import finish_all, perform
-from support.identity.policy import CountsARequestOnce
+from support.identity.policy import CountsARequestOnce, SGLangHiRadixCache
 from support.identity.reference import Case, both_sides
 from support.identity.sequences import Kind, Operation, random_operations
 

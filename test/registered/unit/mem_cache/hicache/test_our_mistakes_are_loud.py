@@ -8,9 +8,10 @@ from __future__ import annotations
 import unittest
 from typing import TYPE_CHECKING, Any
 
-from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 from sglang.srt.mem_cache.hicache.check.invariants import violations
+from sglang.srt.mem_cache.hicache.tree.calls import Insertion
 from sglang.srt.mem_cache.layouts.errors import LayoutInvariantError
 from support.caches import CacheTestCase, Rank, chain
 from support.faults import begin, each_layout, fault_spec, node_of
@@ -78,8 +79,8 @@ class TestBackupsAndHostMemory(CacheTestCase):
 
     def _back_up(self, rank: Rank, *, pages: int = 4) -> None:
         tokens = chain(rank.spec, *range(pages))
-        slots = rank.allocator.alloc(len(tokens))
-        rank.cache.insert(InsertParams(key=rank.key(tokens), value=slots))
+        slots = rank.take(len(tokens))
+        rank.cache.put(Insertion(key=rank.key(tokens), value=slots))
 
     def _assert_loud(self, call: Callable[[], object], words: str) -> None:
         with self.assertRaisesRegex(LayoutInvariantError, words):
@@ -142,7 +143,7 @@ class TestTreeAndLoads(CacheTestCase):
             (swapped, "8 slots to insert are no whole pages of 4"),
         ):
             with self.assertRaisesRegex(LayoutInvariantError, words):
-                rank.cache.insert(InsertParams(key=rank.key(tokens), value=value))
+                rank.cache.put(Insertion(key=rank.key(tokens), value=value))
         self.assertEqual(rank.nodes(), [])
         self.assertEqual(violations(rank.cache, held_slot_pages=2), [])
 

@@ -12,7 +12,8 @@ import os
 
 from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
-from sglang.srt.platforms.interface import SRTPlatform
+
+from ..seam.platforms import PoolClasses, PoolName
 
 PLATFORM_CLASS = f"{__name__}.HostCpuPlatform"
 
@@ -30,7 +31,7 @@ def activate() -> str | None:
     return PLATFORM_CLASS
 
 
-class HostCpuPlatform(CpuDeviceMixin, SRTPlatform):
+class HostCpuPlatform(CpuDeviceMixin, PoolClasses):
     """Plain torch in host memory."""
 
     _enum = PlatformEnum.OOT
@@ -49,23 +50,15 @@ class HostCpuPlatform(CpuDeviceMixin, SRTPlatform):
         """The backend that is plain torch."""
         return "torch_native"
 
-    def get_mha_kv_pool_cls(self) -> type:
-        """SGLang's own: it runs on a CPU."""
-        from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+    def pool_class(self, kind: PoolName) -> type:
+        """SGLang's own without Triton, which its pool of keys and values does not need."""
+        if kind == "mha":
+            from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
-        return MHATokenToKVPool
+            return MHATokenToKVPool
+        from .pools import CpuDSATokenToKVPool, CpuMLATokenToKVPool
 
-    def get_mla_kv_pool_cls(self) -> type:
-        """SGLang's without Triton."""
-        from .pools import CpuMLATokenToKVPool
-
-        return CpuMLATokenToKVPool
-
-    def get_dsa_kv_pool_cls(self) -> type:
-        """SGLang's without Triton."""
-        from .pools import CpuDSATokenToKVPool
-
-        return CpuDSATokenToKVPool
+        return CpuMLATokenToKVPool if kind == "mla" else CpuDSATokenToKVPool
 
     def get_paged_allocator_cls(self) -> type:
         """SGLang's without Triton."""

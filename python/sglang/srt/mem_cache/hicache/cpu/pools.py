@@ -5,7 +5,7 @@ Each overrides the few methods that launch a GPU kernel, and does the same in pl
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator, alloc_extend_naive
@@ -21,38 +21,14 @@ if TYPE_CHECKING:
 class CpuMLATokenToKVPool(LayoutMLATokenToKVPool):
     """MLA pool in host memory.
 
-    `index_head_dim` is what SGLang passes to every out-of-tree pool; only None has a meaning here, anything else raises
-    `ValueError`.
+    `index_head_dim` is what some releases of SGLang pass to every out-of-tree pool; only None has a meaning here,
+    anything else raises `ValueError`.
     """
 
-    def __init__(
-        self,
-        size: int,
-        page_size: int,
-        dtype: torch.dtype,
-        kv_lora_rank: int,
-        qk_rope_head_dim: int,
-        layer_num: int,
-        device: str,
-        enable_memory_saver: bool,
-        start_layer: int | None = None,
-        end_layer: int | None = None,
-        index_head_dim: int | None = None,
-    ) -> None:
+    def __init__(self, *arguments: Any, index_head_dim: int | None = None, **named: Any) -> None:  # noqa: ANN401  # SGLang's
         if index_head_dim is not None:
             raise ValueError(f"an MLA pool has no index keys: index_head_dim must be None, got {index_head_dim}")
-        super().__init__(
-            size,
-            page_size,
-            dtype,
-            kv_lora_rank,
-            qk_rope_head_dim,
-            layer_num,
-            device,
-            enable_memory_saver,
-            start_layer,
-            end_layer,
-        )
+        super().__init__(*arguments, **named)
 
     def _scatter_mla_rows(
         self, dst_buffer: torch.Tensor, loc: torch.Tensor, cache_k_nope: torch.Tensor, cache_k_rope: torch.Tensor

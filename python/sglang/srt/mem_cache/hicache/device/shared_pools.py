@@ -52,13 +52,16 @@ class LayoutMLATokenToKVPool(MLATokenToKVPool):
     def set_mla_kv_buffer(
         self,
         layer: RadixAttention,
-        loc: torch.Tensor,
+        loc_info: KVWriteLoc | torch.Tensor,
         cache_k_nope: torch.Tensor,
         cache_k_rope: torch.Tensor,
         layer_id_override: int | None = None,
     ) -> None:
-        """Store latent and rotary parts, ``[tokens, 1, width]`` each, at the slots `loc` that this rank keeps."""
-        slots, _, _ = unwrap_write_loc(loc)
+        """Store latent and rotary parts, ``[tokens, 1, width]`` each, at the slots of `loc_info` that this rank keeps.
+
+        SGLang gives the slots by position: their name differs between its releases.
+        """
+        slots, _, _ = unwrap_write_loc(loc_info)
         super().set_mla_kv_buffer(layer, self.access.rows(slots), cache_k_nope, cache_k_rope, layer_id_override)
         self.access.wrote(KV, layer.layer_id if layer_id_override is None else layer_id_override)
 

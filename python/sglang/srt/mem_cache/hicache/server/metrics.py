@@ -26,11 +26,11 @@ from ..radix_cache import HiRadixCache
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from sglang.srt.distributed.parallel_state_wrapper import ParallelState
     from sglang.srt.managers.scheduler_components.metrics_reporter import SchedulerMetricsReporter
 
     from sglang.srt.mem_cache.layouts.registry import AnyKVLayoutStrategy
 
+    from ..seam.records import Place
     from .allocator import ServingSlotAllocator
 
 PREFIX: Final = "sglang:kv_layout_"
@@ -67,7 +67,7 @@ class ReportingRank:
     speaks_for_tree: bool
 
     @classmethod
-    def at(cls, place: ParallelState) -> ReportingRank:
+    def at(cls, place: Place) -> ReportingRank:
         """The rank at `place`, with the labels that the user adds to all metrics."""
         labels = {"tp_rank": str(place.tp_rank), "pp_rank": str(place.pp_rank)}
         if place.dp_rank is not None:

@@ -30,6 +30,7 @@ from ..environment import refuse_lanes_that_ranks_share
 from ..host.pools import host_bytes_of
 from ..radix_cache import HiRadixCache
 from ..requests.pages import RequestPages
+from ..seam.sglang import place_of
 from ..settings import HiCacheSettings, ShardGroup, peer_seconds
 from .allocator import ServingSlotAllocator
 from .choice import choice_of
@@ -111,7 +112,7 @@ def build_cache(context: TreeCacheBuildContext) -> HiRadixCache[Any]:
         raise LayoutInvariantError(f"{choice.asked}: the slot allocator is {type(allocator).__name__}, not ours")
     layout, params, group = allocator.layout, context.params, shard_group()
     pages = None if params.req_to_token_pool is None else RequestPages(params.req_to_token_pool, layout.page_size)
-    rank = ReportingRank.at(context.tp_worker.ps) if params.enable_metrics else None
+    rank = ReportingRank.at(place_of(context.tp_worker)) if params.enable_metrics else None
     cache: HiRadixCache[Any] = assemble_cache(
         params,
         layout=layout,

@@ -47,6 +47,7 @@ class LayoutTreeNode(TreeNode, Generic[MetadataT]):
         self.slot_pages: PageArray = NO_PAGES
         self.lane_pages: PageArray | None = None  # pages in each lane, kept by the tree while it counts them
         self.metadata: MetadataT | None = None
+        self.host_ref_counter = 0
         self.copy_pages: tuple[int, ...] = ()  # `metadata.pages_per_rank`, which strategies may have to count
         self.device_children = 0
         self.host_children = 0
@@ -86,6 +87,16 @@ class LayoutTreeNode(TreeNode, Generic[MetadataT]):
         """SGLang's constructor sets None; anything else must come as metadata, and raises `TypeError` here."""
         if value is not None:
             raise TypeError(f"host_value is derived from metadata, got {type(value).__name__}")
+
+    def protect_host(self) -> None:
+        """Keep the host copy until `release_host`, once for each call."""
+        self.host_ref_counter += 1
+
+    def release_host(self) -> None:
+        """Undo one `protect_host`. `LayoutInvariantError`, with nothing changed, if none is left."""
+        if self.host_ref_counter == 0:
+            raise LayoutInvariantError(f"the host copy of node {self.id} is released, but nothing protects it")
+        self.host_ref_counter -= 1
 
     def set_slots(self, value: torch.Tensor, slot_pages: PageArray) -> None:
         """Put the node on the device: slots, int64, shape ``[tokens]``, on the pool's device, and the same as pages."""

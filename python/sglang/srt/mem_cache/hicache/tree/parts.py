@@ -31,12 +31,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     import torch
-    from sglang.srt.mem_cache.base_prefix_cache import InsertParams, InsertResult
     from sglang.srt.mem_cache.events import KVCacheEventRecorder
 
     from ..agreement import Agreement
     from ..settings import HiCacheSettings
     from ..slots.allocator import SlotAllocator
+    from .calls import Inserted, Insertion
     from .node import LayoutTreeNode
     from .protocols import CopyController
     from .report import TrafficReport
@@ -57,12 +57,9 @@ class TreeParts(Generic[MetadataT]):
     device_room: DeviceRoom[MetadataT]
     load_backs: LoadBacks[MetadataT]
 
-    def insert(self, params: InsertParams) -> InsertResult:
-        """`LayoutRadixTree.insert`, in which nodes that are used often enough are backed up.
-
-        Chunks of one request do not count as uses of each other's nodes.
-        """
-        return self.tree.insert(params, None if params.chunked else self.backups.use)
+    def insert(self, insertion: Insertion) -> Inserted[MetadataT]:
+        """`LayoutRadixTree.insert`, in which nodes that are used often enough are backed up."""
+        return self.tree.insert(insertion, self.backups.use)
 
 
 def build_tree_parts(

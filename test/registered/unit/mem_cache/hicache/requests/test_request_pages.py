@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.plugins import load_plugins
 from sglang.test.ci.ci_register import register_cpu_ci
 
 from sglang.srt.mem_cache.hicache.requests.pages import RequestPages
 from sglang.srt.mem_cache.hicache.runtime import standalone_runtime
+from sglang.srt.mem_cache.hicache.tree.calls import Insertion
 from sglang.srt.mem_cache.layouts import LayoutInvariantError
 from support.caches import CacheSpec, CacheTestCase, chain
 from support.device_tensors import READS, DeviceReadError, on_device, peek
@@ -252,7 +253,7 @@ class TestWhatIsNotKnown(RequestPagesTestCase):
             damaged = slots.clone()
             damaged[wrong] = slots[0]
             with self.assertRaisesRegex(LayoutInvariantError, "page"):
-                scheduler.cache.insert(InsertParams(key=key, value=damaged))
+                scheduler.cache.put(Insertion(key=key, value=damaged))
         self.assertEqual(list(scheduler.cache.nodes()), [])
 
 

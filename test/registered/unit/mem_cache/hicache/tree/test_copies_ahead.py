@@ -101,7 +101,7 @@ class TestCopiesAhead(CacheTestCase):
         self.assertEqual(_on_host(group), {*range(1, FULL_AFTER + 1)})
 
 
-def _group(host_pages: int = FULL_AFTER, **spec: Any) -> Group:
+def _group(host_pages: int = FULL_AFTER, **spec: Any) -> Group:  # noqa: ANN401  # fields of `CacheSpec`
     return Group(CacheSpec(layout="identity", ranks=2, device_pages=64, host_pages=host_pages, **spec))
 
 
