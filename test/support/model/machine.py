@@ -14,7 +14,7 @@ from sglang.srt.mem_cache.hicache.check.invariants import violations
 from sglang.srt.mem_cache.hicache.tree.calls import Insertion
 from support.caches import CacheSpec, chain
 from support.groups import Group, Request, chain_lanes, pages_of
-from support.model.sets import Model, Pages, Prefix, prefixes
+from support.model.sets import AHEAD, Model, Pages, Prefix, prefixes
 
 if TYPE_CHECKING:
     from array import array
@@ -64,6 +64,8 @@ class CacheMachine(RuleBasedStateMachine):
         self.pins: list[tuple[list[LayoutTreeNode[Any]], Prefix]] = []
         self.model = Model(ranks=ranks, capacity=spec.device_pages * lanes, policy=policy, threshold=threshold)
         self.step = self.late = 0
+        self.acks: list[int] = []  # of backups under way, after the last call that began or ended one
+        self.copied_to_evict = False
 
     # Requests.
 
@@ -88,7 +90,7 @@ class CacheMachine(RuleBasedStateMachine):
             model.device |= frozenset(prefixes(prefix))
             model.loads.pending.append(prefix)
         model.locks.append(prefix)
-        self._note_waits()
+        self._note_eviction()
         model.evicted(*self._tiers())
         if request is None:
             assert not self._room_with_evictions(chain, len(prefix) - 1), "a request with room enough was refused"
@@ -208,7 +210,7 @@ class CacheMachine(RuleBasedStateMachine):
         size, evictable = self.group.spec.page_size, len(self.model.evictable)
         tokens = self._count(lambda rank: rank.cache.evict(EvictParams(num_tokens=pages * size)).num_tokens_evicted)
         assert tokens >= min(pages, evictable) * size
-        self._note_waits()
+        self._note_eviction()
         assert tokens == self.model.evicted(*self._tiers()) * size
 
     @rule(pages=COUNTS)
@@ -239,6 +241,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.group.settle()
         self.model.writes.settle()
         self.model.loads.settle()
+        self.acks = self._backup_acks()
 
     @precondition(lambda self: not self.requests and not self.pins)
     @rule()
@@ -249,6 +252,7 @@ class CacheMachine(RuleBasedStateMachine):
             rank.allocator.clear()
             rank.engine.waits = 0
         self.model.reset()
+        self.acks = []
 
     # After every step.
 
@@ -268,7 +272,7 @@ class CacheMachine(RuleBasedStateMachine):
             assert rank.allocator.available_size() == model.free * size
             assert len(rank.controller.ack_write_queue) == len(model.writes.pending)
             assert len(rank.controller.ack_load_queue) == len(model.loads.pending)
-            assert self.late or not rank.engine.waits, "the scheduler waited for a copy that nothing needed"
+            assert self.copied_to_evict or not rank.engine.waits, "the scheduler waited for a copy that nothing needed"
         self._check_bytes(group.ranks[self.step % group.spec.ranks])
 
     def teardown(self) -> None:
@@ -349,13 +353,27 @@ class CacheMachine(RuleBasedStateMachine):
         for ack in rank.controller.ack_write_queue[len(self.model.writes.pending) :]:
             (backup_id,) = ack.node_ids
             self.model.writes.pending.append(paths[rank.cache.parts.in_flight.backups[backup_id].node])
+        self.acks = self._backup_acks()
 
-    def _note_waits(self) -> None:
-        """What was copied on its way out was waited for, and so was every backup before it."""
+    def _note_eviction(self) -> None:
+        """Backups that evictions waited for are done, and all before them; those that they began lock nothing."""
+        writes, before, after = self.model.writes, self.acks, self._backup_acks()
+        waited = next(done for done in range(len(before) + 1) if after[: len(before) - done] == before[done:])
         late = self._count(lambda rank: rank.cache.stats.late_backups)
-        if late > self.late:
-            self.late = late
-            self.model.writes.clear()
+        began = len(after) - (len(before) - waited)
+        self.copied_to_evict |= late > self.late or began > 0
+        if 0 < waited < len(before):
+            assert writes.pending[waited - 1] == AHEAD, "an eviction waited for a copy of what cannot leave"
+        assert not began or self.model.policy != "write_back", "write_back copies ahead"
+        writes.finish(waited)
+        writes.pending += [AHEAD] * began
+        self.late, self.acks = late, after
+
+    def _backup_acks(self) -> list[int]:
+        (acks,) = {
+            tuple(i for ack in rank.controller.ack_write_queue for i in ack.node_ids) for rank in self.group.ranks
+        }
+        return list(acks)
 
     def _take(self, at: int) -> tuple[Request, Prefix]:
         request, prefix = self.requests.pop(at)

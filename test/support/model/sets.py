@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 Prefix: TypeAlias = tuple[str | int | None, ...]
 Pages: TypeAlias = frozenset[Prefix]
 
+AHEAD: Prefix = ()
+
 
 def prefixes(chain: Prefix) -> Iterator[Prefix]:
     """Every page of a chain, as the prefix that ends with it, shortest first."""
@@ -30,7 +32,10 @@ def is_closed(pages: Iterable[Prefix]) -> bool:
 
 @dataclass(slots=True, kw_only=True)
 class Queue:
-    """Transfers under way, oldest first, as the prefixes that they lock; how many of them each rank has seen end."""
+    """Transfers under way, oldest first, as the prefixes that they lock; how many of them each rank has seen end.
+
+    A copy that is made ahead of an eviction locks nothing: it is `AHEAD`.
+    """
 
     ranks: int
     pending: list[Prefix] = field(default_factory=list)
@@ -45,9 +50,12 @@ class Queue:
 
     def settle(self) -> None:
         """Those that every rank has seen are done."""
-        done = min(self.seen)
+        self.finish(min(self.seen))
+
+    def finish(self, done: int) -> None:
+        """The first ones are done, as every rank has waited for them."""
         del self.pending[:done]
-        self.seen = [seen - done for seen in self.seen]
+        self.seen = [max(seen - done, 0) for seen in self.seen]
 
     def clear(self) -> None:
         """None is under way."""
@@ -109,13 +117,14 @@ class Model:
     def evicted(self, device: Pages, host: Pages) -> int:
         """Take over what is left after an eviction from the device; the pages that went.
 
-        Any host copy may have given way to those of pages that left, and of what lies above them.
+        Any host copy may have given way to those of pages that left, of what lies above them, and, except under
+        write_back, of pages that will leave next.
         """
         gone = self.device - device
         assert device <= self.device, f"an eviction brought {sorted(device - self.device, key=repr)} to the device"
         assert not gone & self.protected, f"locked pages were evicted: {sorted(gone & self.protected, key=repr)}"
-        copied = gone if self.policy == "write_back" else frozenset(p for page in gone for p in prefixes(page))
-        assert host <= self.host | copied, f"copied for no page that left: {sorted(host - self.host, key=repr)}"
+        copied = gone if self.policy == "write_back" else self.device
+        assert host <= self.host | copied, f"copied from nowhere: {sorted(host - self.host, key=repr)}"
         assert gone or host == self.host, "nothing left the device, yet the host changed"
         self.device, self.host = device, host
         return len(gone)

@@ -54,7 +54,7 @@ class CopiesAhead(Generic[MetadataT]):
         all that is next has its copy.
         """
         self._left -= tokens
-        if self._wanted and self._backups.put_off and self._left <= self._window // 2:
+        if tokens and self._wanted and self._backups.put_off and self._left <= self._window // 2:
             self._backups.put_off = self._copy(self._next_leaves())
             self._left = self._window
 
