@@ -24,6 +24,7 @@ from sglang.srt.mem_cache.layouts import (
     LoadPlan,
     NodeMetadata,
     StorageAwareLayout,
+    TurnwiseLayout,
     create_layout,
 )
 from sglang.srt.mem_cache.layouts.pages import pages_of_tokens
@@ -196,9 +197,10 @@ without_plan_load: KVLayoutStrategy[IdentityNodeMetadata] = StrategyWithoutPlanL
 lossy_split: KVLayoutStrategy[IdentityNodeMetadata] = StrategyWhoseSplitLosesTheParent(page_size=1)  # type: ignore[assignment]
 
 
-# Storage is a capability that neither strategy has yet.
+# Storage is a capability that neither strategy has yet, turns one that `identity` lacks.
 
 identity_storage: StorageAwareLayout = IdentityLayout(page_size=64)  # type: ignore[assignment]
+identity_turnwise: TurnwiseLayout = IdentityLayout(page_size=64)  # type: ignore[assignment]
 cp_shared_storage: StorageAwareLayout = CpSharedLayout(page_size=64, cp_size=2, cp_rank=0)  # type: ignore[assignment]
 
 

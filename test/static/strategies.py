@@ -19,7 +19,13 @@ from sglang.srt.mem_cache.layouts import (
     LoadPlan,
     MetadataT,
     NodeMetadata,
+    ShardedPoolLayout,
+    StorageAwareLayout,
+    TurnwiseLayout,
     create_layout,
+    deals_in_turn,
+    names_pages,
+    shares_pools,
 )
 from sglang.srt.mem_cache.layouts.testing import LayoutContract
 
@@ -123,3 +129,29 @@ def a_function_for_one_strategy(
 
 
 assert_type(a_function_for_one_strategy(IdentityLayout(page_size=1), []), IdentityNodeMetadata)
+
+
+# A guard says both what a strategy can do and, where it answers no, that it cannot.
+
+
+sharded: ShardedPoolLayout = CpSharedLayout(page_size=64, cp_size=4, cp_rank=0)
+turnwise: TurnwiseLayout = CpSharedLayout(page_size=64, cp_size=4, cp_rank=0)
+
+
+def guards_narrow_both_ways(
+    layout: IdentityLayout | ShardedPoolLayout, other: IdentityLayout | TurnwiseLayout, slots: torch.Tensor
+) -> None:
+    if shares_pools(layout):
+        assert_type(layout.local_rows(slots), "torch.Tensor")
+    else:
+        assert_type(layout, IdentityLayout)
+    if not deals_in_turn(other):
+        assert_type(other, IdentityLayout)
+
+
+def a_storage_backend_asks_for_keys(layout: AnyKVLayoutStrategy, lanes: npt.NDArray[np.int16]) -> Sequence[str]:
+    return layout.storage_keys([], lanes) if names_pages(layout) else []
+
+
+def keys_of_a_storage_aware_layout(layout: StorageAwareLayout, lanes: npt.NDArray[np.int16]) -> Sequence[str]:
+    return layout.storage_keys([], lanes)

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
@@ -123,7 +123,7 @@ class CpSharedLayout:
     """
 
     name = "cp_shared"
-    deals_in_turn = True
+    deals_in_turn: Final = True
 
     def __init__(self, *, page_size: int, cp_size: int, cp_rank: int) -> None:
         self.geometry = CpSharedKVLayout(page_size=page_size, cp_size=cp_size, cp_rank=cp_rank)

@@ -12,26 +12,21 @@ has reads as zeros. A strategy answers from its arguments alone, so one process 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, TypeGuard
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import torch
 
+from .capabilities import shares_pools
 from .errors import LayoutConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from .pages import LaneArray, PageArray
-    from .protocol import ShardedPoolLayout
     from .registry import AnyKVLayoutStrategy
 
 _ASKED_PAGES_A_LANE: Final = 4
-
-
-def shares_pools(layout: object) -> TypeGuard[ShardedPoolLayout]:
-    """Whether a strategy can say which row of the local pool a slot has."""
-    return callable(getattr(layout, "local_rows", None))
 
 
 def refuse_shared_owners(layouts: Sequence[AnyKVLayoutStrategy]) -> None:

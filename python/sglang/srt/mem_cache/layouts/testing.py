@@ -20,6 +20,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from .capabilities import deals_in_turn
 from .errors import LayoutConfigError, LayoutInvariantError
 from .protocol import MetadataT
 from .testing_harness import LayoutCase, spans
@@ -99,7 +100,7 @@ class LayoutContract(OwnerContract[MetadataT]):
         def check(case: LayoutCase) -> None:
             group = self._group(case)
             layout, lanes = group.layouts[0], group.layouts[0].lane_count
-            if not getattr(layout, "deals_in_turn", False):
+            if not deals_in_turn(layout):
                 return
             pages = np.array(group.usable_pages, dtype=np.int64)
             check_equal_arrays(layout.lanes_of(pages), pages % lanes, f"{case}: lanes_of")

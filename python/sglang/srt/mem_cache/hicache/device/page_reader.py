@@ -27,7 +27,7 @@ from ..waits import GATHER, BoundedReduction
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from sglang.srt.mem_cache.layouts.protocol import ShardedPoolLayout
+    from sglang.srt.mem_cache.layouts.capabilities import ShardedPoolLayout
 
 
 class PageAccess(Protocol):

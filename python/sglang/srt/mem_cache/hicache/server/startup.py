@@ -18,9 +18,9 @@ import msgspec
 from sglang.srt.runtime_context import get_parallel
 
 from sglang.srt.mem_cache import kv_cache_configurator
+from sglang.srt.mem_cache.layouts.capabilities import shares_pools
 from sglang.srt.mem_cache.layouts.config import GroupKind
 from sglang.srt.mem_cache.layouts.errors import LayoutConfigError, LayoutInvariantError
-from sglang.srt.mem_cache.layouts.owners import shares_pools
 
 from ..assemble import assemble_cache
 from ..device.page_reader import SharedPages, group_sum

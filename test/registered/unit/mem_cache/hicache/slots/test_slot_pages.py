@@ -191,7 +191,7 @@ class TestPageTurns(CustomTestCase):
 class _Unmarked(CpSharedLayout):
     """A strategy that does not say that it deals in turn."""
 
-    deals_in_turn = False
+    deals_in_turn = False  # type: ignore[misc]  # it takes back what its parent says
 
 
 class TestChoice(CustomTestCase):
