@@ -165,7 +165,7 @@ class Rank:
         seen: list[Any] = []
         watched = check and dist.get_backend() == "nccl"  # gloo waits for the device
         with synchronisation_forbidden() if watched else nullcontext():
-            self.pool.access.begin_batch(table)
+            self.pool.access.begin_batch(lambda: table)
             for layer, (keys, latent, rotary) in enumerate(inputs):
                 for pool in (self.whole, self.pool):
                     with serving(pool), self._beside():

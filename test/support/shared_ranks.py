@@ -64,7 +64,7 @@ class Ranks:
     def begin_batch(self, pages: list[int]) -> None:
         """The next forward pass reads these logical pages."""
         for pool in self.shared:
-            pool.access.begin_batch(torch.tensor(pages))
+            pool.access.begin_batch(lambda: torch.tensor(pages))
 
     def write(self, layer: int, slots: torch.Tensor, *, index: bool = True) -> None:
         """Store random bits, NaNs and negative zeros among them, on the ranks and in the whole pool."""

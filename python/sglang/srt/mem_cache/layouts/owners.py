@@ -29,6 +29,11 @@ if TYPE_CHECKING:
 _ASKED_PAGES_A_LANE: Final = 4
 
 
+def shares_pages_out(layout: AnyKVLayoutStrategy) -> bool:
+    """Whether a rank stores some of the pages only, so that readers must gather the others."""
+    return layout.lane_count > 1
+
+
 def refuse_shared_owners(layouts: Sequence[AnyKVLayoutStrategy]) -> None:
     """Raise `LayoutConfigError` unless every page has one owner, or all are on every rank.
 

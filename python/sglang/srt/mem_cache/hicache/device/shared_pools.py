@@ -17,8 +17,6 @@ from typing import TYPE_CHECKING
 from sglang.srt.mem_cache.index_key_cache import IndexKeyCache
 from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool, KVWriteLoc, MLATokenToKVPool, unwrap_write_loc
 
-from sglang.srt.mem_cache.layouts.errors import LayoutInvariantError
-
 from .page_reader import PageAccess, WholePages
 
 if TYPE_CHECKING:
@@ -74,7 +72,7 @@ class LayoutMLATokenToKVPool(MLATokenToKVPool):
     def sized_by_slots(self) -> Iterator[None]:
         """Within the block `size` is that of what readers get: attention checks the slots of a batch against it."""
         rows = self.size
-        self.size = (rows + self.page_size) * self.access.lane_count - self.page_size
+        self.size = self.access.readable_rows(rows + self.page_size) - self.page_size
         try:
             yield
         finally:
@@ -82,14 +80,14 @@ class LayoutMLATokenToKVPool(MLATokenToKVPool):
 
     def move_kv_cache(self, tgt_loc: torch.Tensor, src_loc: torch.Tensor) -> None:
         """SGLang's; `LayoutInvariantError`, with nothing moved, where pages are shared out."""
-        self._refuse_slots_as_rows("move_kv_cache")
+        self.access.refuse_slots_as_rows("move_kv_cache")
         super().move_kv_cache(tgt_loc, src_loc)
 
     def get_cpu_copy(
         self, indices: torch.Tensor, mamba_indices: torch.Tensor | None = None, req_pool_index: int | None = None
     ) -> object:
         """SGLang's; `LayoutInvariantError` where pages are shared out."""
-        self._refuse_slots_as_rows("get_cpu_copy")
+        self.access.refuse_slots_as_rows("get_cpu_copy")
         return super().get_cpu_copy(indices, mamba_indices=mamba_indices, req_pool_index=req_pool_index)
 
     def load_cpu_copy(
@@ -100,14 +98,8 @@ class LayoutMLATokenToKVPool(MLATokenToKVPool):
         req_pool_index: int | None = None,
     ) -> None:
         """SGLang's; `LayoutInvariantError`, with nothing written, where pages are shared out."""
-        self._refuse_slots_as_rows("load_cpu_copy")
+        self.access.refuse_slots_as_rows("load_cpu_copy")
         super().load_cpu_copy(kv_cache_cpu, indices, mamba_indices=mamba_indices, req_pool_index=req_pool_index)
-
-    def _refuse_slots_as_rows(self, method: str) -> None:
-        if self.access.lane_count > 1:
-            raise LayoutInvariantError(
-                f"{method} takes slots for rows, but this rank stores 1 of {self.access.lane_count} pages"
-            )
 
 
 class LayoutIndexKeyCache(IndexKeyCache):
@@ -149,7 +141,7 @@ class LayoutDSATokenToKVPool(LayoutMLATokenToKVPool, DSATokenToKVPool):
         SGLang's kernels would write to slots, and these are no rows.
         """
         if not self.writes_index_rows:
-            self._refuse_slots_as_rows("get_index_k_with_scale_buffer")
+            self.access.refuse_slots_as_rows("get_index_k_with_scale_buffer")
         return self.index_key_cache.get_local_buffer(layer_id)
 
     def index_rows(self, loc: torch.Tensor) -> torch.Tensor:

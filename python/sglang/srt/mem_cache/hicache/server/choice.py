@@ -51,6 +51,12 @@ class LayoutChoice:
         """The strategies of all ranks. `LayoutConfigError` besides where a page would not have exactly one owner."""
         return create_group(self._config(page_size, shard_size, 0))
 
+    def wants_peers(self, page_size: int) -> bool:
+        """Whether the strategy would share pages out, if only the shard group had a second rank."""
+        from sglang.srt.mem_cache.layouts.owners import shares_pages_out
+
+        return shares_pages_out(self.create(page_size=page_size, shard_size=2, shard_rank=0))
+
     def _config(self, page_size: int, shard_size: int, shard_rank: int) -> LayoutConfig:
         return LayoutConfig(
             name=self.strategy,

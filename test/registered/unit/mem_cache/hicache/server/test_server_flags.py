@@ -269,6 +269,14 @@ class TestCheckBeforeTheLaunch(FlagsTestCase):
         assert choice is not None
         self.assertEqual(choice.strategy, "identity")
 
+    def test_a_strategy_that_would_share_nothing_anyway_stays_without_a_word(self) -> None:
+        with self.assertNoLogs(server_args.logger, "WARNING"):
+            record = self._check({"tp_size": 1}, shard_size=1, strategy="identity")
+        choice = choice_of(record)
+        assert choice is not None
+        self.assertFalse(choice.wants_peers(page_size=16))
+        self.assertTrue(LayoutChoice(strategy="cp_shared").wants_peers(page_size=16))
+
     def test_a_strategy_that_keeps_a_page_on_two_ranks_is_refused(self) -> None:
         sys.path.insert(0, str(FAULTY_LAYOUTS))
         self.addCleanup(sys.path.remove, str(FAULTY_LAYOUTS))
