@@ -42,8 +42,6 @@ if TYPE_CHECKING:
 def metadata_of_another_strategy(
     layout: KVLayoutStrategy[IdentityNodeMetadata], node: CpHiCacheNodeMetadata, pages: PageArray
 ) -> None:
-    layout.split(node, 64)  # type: ignore[arg-type]
-    layout.concat([node])  # type: ignore[list-item]
     layout.load_lanes([node])  # type: ignore[list-item]
     layout.plan_load([node], pages)  # type: ignore[list-item]
 
@@ -51,7 +49,7 @@ def metadata_of_another_strategy(
 def metadata_of_two_strategies_mixed(
     layout: CpSharedLayout, one: CpHiCacheNodeMetadata, other: IdentityNodeMetadata
 ) -> None:
-    layout.concat([one, other])  # type: ignore[list-item]
+    layout.load_lanes([one, other])  # type: ignore[list-item]
 
 
 def the_result_of_another_strategy(
@@ -100,7 +98,7 @@ def values_are_frozen(
     run.pages = 2  # type: ignore[misc]
     copies.page_size = 2  # type: ignore[misc]
     backup.demand_pages = (1,)  # type: ignore[misc]
-    load.node_pages = (1,)  # type: ignore[misc]
+    load.logical_pages = 1  # type: ignore[misc]
     node.cp_rank = 1  # type: ignore[misc]
     geometry.cp_size = 1  # type: ignore[misc]
     config.name = "identity"  # type: ignore[misc]
@@ -125,7 +123,7 @@ def sizes_are_named(pages: PageArray, environment: LayoutEnvironment) -> None:
     CopyPlan.from_pages(host_pages=pages, device_pages=pages)  # type: ignore[call-arg]
     CopyPlan.concat([])  # type: ignore[call-arg]
     LayoutConfig("identity")  # type: ignore[call-arg]
-    LoadPlan(page_size=64, node_pages=(1,))  # type: ignore[call-arg]
+    LoadPlan(page_size=64, logical_pages=1)  # type: ignore[call-arg]
     create_layout("identity")  # type: ignore[arg-type]
 
 
@@ -138,10 +136,18 @@ class MetadataWithoutSplit:
     host_pages: PageArray
     pages_per_rank: tuple[int, ...]
     legacy_host_value: torch.Tensor | None
-    nbytes: int
 
 
 def metadata_without_split(node: MetadataWithoutSplit) -> NodeMetadata:
+    return node  # type: ignore[return-value]
+
+
+class MetadataWhoseSplitLosesTheParent(IdentityNodeMetadata):
+    def split(self, split_len: int) -> IdentityNodeMetadata:  # type: ignore[override]
+        return super().split(split_len)[1]
+
+
+def lossy_split(node: MetadataWhoseSplitLosesTheParent) -> NodeMetadata:
     return node  # type: ignore[return-value]
 
 
@@ -176,25 +182,11 @@ class StrategyWithoutPlanLoad:
     def finish_backup(self, plan: BackupPlan, host_pages: PageArray) -> IdentityNodeMetadata:
         raise NotImplementedError
 
-    def split(
-        self, metadata: IdentityNodeMetadata, split_len: int
-    ) -> tuple[IdentityNodeMetadata, IdentityNodeMetadata]:
-        raise NotImplementedError
-
-    def concat(self, parts: list[IdentityNodeMetadata]) -> IdentityNodeMetadata:
-        raise NotImplementedError
-
     def load_lanes(self, parts: list[IdentityNodeMetadata]) -> LaneArray:
         raise NotImplementedError
 
 
-class StrategyWhoseSplitLosesTheParent(IdentityLayout):
-    def split(self, metadata: IdentityNodeMetadata, split_len: int) -> IdentityNodeMetadata:  # type: ignore[override]
-        return metadata.split(split_len)[1]
-
-
 without_plan_load: KVLayoutStrategy[IdentityNodeMetadata] = StrategyWithoutPlanLoad()  # type: ignore[assignment]
-lossy_split: KVLayoutStrategy[IdentityNodeMetadata] = StrategyWhoseSplitLosesTheParent(page_size=1)  # type: ignore[assignment]
 
 
 # Storage is a capability that neither strategy has yet, turns one that `identity` lacks.

@@ -46,23 +46,20 @@ def metadata_conforms(one: IdentityNodeMetadata, other: CpHiCacheNodeMetadata) -
     return one, other
 
 
-# Metadata keeps its type through backup, split, concat and back.
+# Metadata keeps its type through backup, split and back.
 
 
 def identity_keeps_its_metadata(plan: BackupPlan, pages: npt.NDArray[np.int64]) -> None:
     node = identity.finish_backup(plan, pages)
     assert_type(node, IdentityNodeMetadata)
-    assert_type(identity.split(node, 64), tuple[IdentityNodeMetadata, IdentityNodeMetadata])
     assert_type(node.split(64), tuple[IdentityNodeMetadata, IdentityNodeMetadata])
-    assert_type(identity.concat([node, node]), IdentityNodeMetadata)
     assert_type(node.legacy_host_value, "torch.Tensor")
 
 
 def cp_shared_keeps_its_metadata(plan: BackupPlan, pages: npt.NDArray[np.int64]) -> None:
     node = cp_shared.finish_backup(plan, pages)
     assert_type(node, CpHiCacheNodeMetadata)
-    assert_type(cp_shared.split(node, 64), tuple[CpHiCacheNodeMetadata, CpHiCacheNodeMetadata])
-    assert_type(cp_shared.concat([node]), CpHiCacheNodeMetadata)
+    assert_type(node.split(64), tuple[CpHiCacheNodeMetadata, CpHiCacheNodeMetadata])
     assert_type(node.owned_positions, "torch.Tensor")
     assert_type(node.pages_per_rank, tuple[int, ...])
 
@@ -71,11 +68,11 @@ def any_strategy_keeps_its_metadata(
     layout: KVLayoutStrategy[MetadataT], node: MetadataT, pages: npt.NDArray[np.int64]
 ) -> MetadataT:
     """How tree and controller see a strategy: one type variable, no downcast."""
-    first, second = layout.split(node, layout.page_size)
+    first, second = node.split(layout.page_size)
     assert_type(layout.plan_load([first, second], pages), LoadPlan)
     assert_type(layout.load_lanes([first]), "npt.NDArray[np.int16]")
     assert_type(node.split(0), tuple[MetadataT, MetadataT])
-    return layout.concat([first, second])
+    return second
 
 
 # Plans.
@@ -89,7 +86,7 @@ def plans_are_typed(layout: KVLayoutStrategy[MetadataT], pages: npt.NDArray[np.i
     assert_type(plan.bind(pages), CopyPlan)
     assert_type(load.copies, CopyPlan)
     assert_type([*load.copies.runs()], list[CopyRun])
-    assert_type(load.node_pages, tuple[int, ...])
+    assert_type(load.logical_pages, int)
 
 
 # The registry erases the type parameter, and only there.
@@ -125,7 +122,8 @@ def a_binding_makes_strategies_of_its_metadata(binding: LayoutContract[IdentityN
 def a_function_for_one_strategy(
     layout: KVLayoutStrategy[IdentityNodeMetadata], parts: Sequence[IdentityNodeMetadata]
 ) -> IdentityNodeMetadata:
-    return layout.concat(parts)
+    layout.load_lanes(parts)
+    return parts[0]
 
 
 assert_type(a_function_for_one_strategy(IdentityLayout(page_size=1), []), IdentityNodeMetadata)

@@ -86,7 +86,7 @@ def pagewise_cycle(
     """The same with this package's strategy: the copies of the backup and of the load."""
     plan = layout.plan_backup(slot_pages)
     backup = plan.bind(host_pages)
-    parts = layout.split(layout.finish_backup(plan, host_pages), plan.logical_tokens // 2)
+    parts = layout.finish_backup(plan, host_pages).split(plan.logical_tokens // 2)
     layout.load_lanes(parts)
     return backup, layout.plan_load(parts, new_pages).copies
 

@@ -133,4 +133,4 @@ class Talks(CpSharedLayout):
 
 def _loading(plan: LoadPlan, host_pages: PageArray, device_pages: PageArray) -> LoadPlan:
     copies = CopyPlan.from_pages(page_size=plan.page_size, host_pages=host_pages, device_pages=device_pages)
-    return LoadPlan(page_size=plan.page_size, node_pages=plan.node_pages, copies=copies)
+    return LoadPlan(page_size=plan.page_size, logical_pages=plan.logical_pages, copies=copies)

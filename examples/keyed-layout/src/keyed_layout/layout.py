@@ -109,16 +109,6 @@ class KeyedLayout:
         """The lane of each page, and this rank's host pages."""
         return self.dealt.finish_backup(plan, host_pages)
 
-    def split(
-        self, metadata: CpHiCacheNodeMetadata, split_len: int
-    ) -> tuple[CpHiCacheNodeMetadata, CpHiCacheNodeMetadata]:
-        """A split may cut a stripe: each page keeps its lane."""
-        return self.dealt.split(metadata, split_len)
-
-    def concat(self, parts: Sequence[CpHiCacheNodeMetadata]) -> CpHiCacheNodeMetadata:
-        """Inverse of repeated `split`."""
-        return self.dealt.concat(parts)
-
     def load_lanes(self, parts: Sequence[CpHiCacheNodeMetadata]) -> LaneArray:
         """The owners at backup: a page can only come back on the rank that has it."""
         return self.dealt.load_lanes(parts)

@@ -90,11 +90,6 @@ class CpHiCacheNodeMetadata:
         """A sharded node has no host index for every token."""
         return None
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the two arrays."""
-        return self.lanes.nbytes + self.host_pages.nbytes
-
     def split(self, split_len: int) -> tuple[CpHiCacheNodeMetadata, CpHiCacheNodeMetadata]:
         """The first `split_len` tokens and the rest, positions rebased; see `NodeMetadata.split`."""
         check_range("split_len", split_len, 0, self.logical_len)
@@ -189,20 +184,12 @@ class CpSharedLayout:
 
     def finish_backup(self, plan: BackupPlan, host_pages: PageArray) -> CpHiCacheNodeMetadata:
         """Metadata of a node whose owned pages were given `host_pages`."""
-        return self._metadata(plan.lanes, page_array(host_pages))
-
-    def split(
-        self, metadata: CpHiCacheNodeMetadata, split_len: int
-    ) -> tuple[CpHiCacheNodeMetadata, CpHiCacheNodeMetadata]:
-        """Divide lanes by position and host pages by ownership."""
-        return metadata.split(split_len)
-
-    def concat(self, parts: Sequence[CpHiCacheNodeMetadata]) -> CpHiCacheNodeMetadata:
-        """Join lanes and host pages."""
-        if not parts:
-            raise LayoutConfigError("parts must hold >= 1 metadata objects, got 0")
-        return self._metadata(
-            np.concatenate([part.lanes for part in parts]), np.concatenate([part.host_pages for part in parts])
+        return CpHiCacheNodeMetadata(
+            page_size=self.page_size,
+            cp_size=self.lane_count,
+            cp_rank=self.lane,
+            lanes=plan.lanes,
+            host_pages=page_array(host_pages),
         )
 
     def load_lanes(self, parts: Sequence[CpHiCacheNodeMetadata]) -> LaneArray:
@@ -220,21 +207,12 @@ class CpSharedLayout:
             raise LayoutInvariantError(f"new slots lie in lanes {lanes}, the backup in lanes {wanted}")
         return LoadPlan(
             page_size=self.page_size,
-            node_pages=tuple(len(part.lanes) for part in parts),
+            logical_pages=len(wanted),
             copies=CopyPlan.from_pages(
                 page_size=self.page_size,
                 host_pages=np.concatenate([part.host_pages for part in parts]),
                 device_pages=rows[lanes == self.lane],
             ),
-        )
-
-    def _metadata(self, lanes: LaneArray, host_pages: PageArray) -> CpHiCacheNodeMetadata:
-        return CpHiCacheNodeMetadata(
-            page_size=self.page_size,
-            cp_size=self.lane_count,
-            cp_rank=self.lane,
-            lanes=lanes,
-            host_pages=host_pages,
         )
 
 

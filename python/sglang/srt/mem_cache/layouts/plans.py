@@ -169,19 +169,16 @@ class BackupPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadPlan:
-    """The copy that brings several nodes back, and how the new slots divide among them.
-
-    `node_pages` is the number of logical pages of each node, in order, equal on all ranks.
-    """
+    """The copy that brings several nodes back. `logical_pages` are those of all of them, equal on all ranks."""
 
     page_size: int
-    node_pages: tuple[int, ...]
+    logical_pages: int
     copies: CopyPlan
 
     @property
     def logical_tokens(self) -> int:
         """Tokens brought back, whoever owns them."""
-        return sum(self.node_pages) * self.page_size
+        return self.logical_pages * self.page_size
 
 
 def _expand(starts: PageArray, lengths: PageArray) -> PageArray:

@@ -9,7 +9,7 @@ How one node lives, and who answers:
     insert      chain_base, extend_lanes   which owners the new pages of a chain must have
     backup      plan_backup                demand on every rank, rows that this rank copies
                 finish_backup              host pages in hand: the node's metadata
-    split       split / concat             metadata of the two halves
+    split       metadata.split             metadata of the two halves
     load back   load_lanes                 owners that the new slots must have
                 plan_load                  host pages to rows
     evict       metadata.pages_per_rank    what every rank gets back
@@ -69,11 +69,6 @@ class NodeMetadata(Protocol):
         """
         ...
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of arrays that this object keeps alive."""
-        ...
-
     def split(self, split_len: int) -> tuple[Self, Self]:
         """Metadata of the first `split_len` tokens and of the rest, sharing no memory with this one.
 
@@ -87,7 +82,7 @@ MetadataT = TypeVar("MetadataT", bound=NodeMetadata)
 
 
 class KVLayoutStrategy(Protocol[MetadataT]):
-    """Which rank owns which page, and what a backup, a split and a load-back do about it."""
+    """Which rank owns which page, and what a backup and a load-back do about it."""
 
     @property
     def name(self) -> str:
@@ -148,17 +143,6 @@ class KVLayoutStrategy(Protocol[MetadataT]):
         """The node's metadata after `host_pages`, shape ``[plan.owned_pages]``, were allocated for `plan`.
 
         Raises `LayoutInvariantError` if the number of pages differs.
-        """
-        ...
-
-    def split(self, metadata: MetadataT, split_len: int) -> tuple[MetadataT, MetadataT]:
-        """Divide metadata at `split_len` tokens; see `NodeMetadata.split`."""
-        ...
-
-    def concat(self, parts: Sequence[MetadataT]) -> MetadataT:
-        """Inverse of repeated `split`: metadata of a node that covers `parts` in order.
-
-        Raises `LayoutConfigError` for no parts.
         """
         ...
 

@@ -225,7 +225,7 @@ class TestLoadMapping:
         assert torch.equal(tokens_of_pages(plan.copies.device_pages(), layout.page_size), torch.cat(rows))
         assert torch.equal(tokens_of_pages(plan.copies.host_pages(), layout.page_size), torch.cat(host_indices))
         assert plan.logical_tokens == len(slots)
-        assert plan.node_pages == tuple(part.logical_len // layout.page_size for part in nodes)
+        assert plan.logical_pages == sum(part.logical_len // layout.page_size for part in nodes)
 
     def test_metadata_without_owned_pages_copies_nothing_but_covers_its_full_logical_length(self) -> None:
         layout = CpSharedLayout(page_size=PAGE, cp_size=3, cp_rank=2)
@@ -233,7 +233,7 @@ class TestLoadMapping:
         assert layout.load_lanes([metadata]).tolist() == [0, 1, 0]
         plan = layout.plan_load([metadata], page_array([9, 13, 12]))
         assert plan.logical_tokens == 12
-        assert plan.node_pages == (3,)
+        assert plan.logical_pages == 3
         assert plan.copies.pages == 0
         assert list(plan.copies.runs()) == []
 
@@ -242,5 +242,5 @@ class TestLoadMapping:
         without = _back_up(tokens_of_pages(page_array([3, 4]), PAGE), layout, 5)[1]
         owned = _back_up(tokens_of_pages(page_array([5]), PAGE), layout, 5)[1]
         plan = layout.plan_load([without, owned], page_array([6, 7, 17]))
-        assert plan.node_pages == (2, 1)
+        assert plan.logical_pages == 3
         assert [(run.host_page, run.device_page, run.pages) for run in plan.copies.runs()] == [(5, 5, 1)]

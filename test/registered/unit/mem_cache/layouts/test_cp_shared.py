@@ -20,6 +20,7 @@ from sglang.srt.mem_cache.layouts import (
     cp_shared,
 )
 from sglang.srt.mem_cache.layouts.pages import page_array
+from sglang.srt.mem_cache.layouts.testing_metadata import stored_arrays
 
 register_cpu_ci(est_time=5, suite="base-a-test-cpu")
 
@@ -86,7 +87,8 @@ def test_metadata_names_the_owned_tokens_and_their_host_slots(
 
 
 def test_metadata_costs_two_bytes_a_page_and_eight_an_owned_page() -> None:
-    assert [_make_node(rank).nbytes for rank in range(3)] == [10 + 8, 10 + 16, 10 + 16]
+    arrays = [stored_arrays(_make_node(rank)) for rank in range(3)]
+    assert [sum(array.nbytes for array in stored) for stored in arrays] == [10 + 8, 10 + 16, 10 + 16]
 
 
 @pytest.mark.parametrize(
@@ -100,7 +102,7 @@ def test_a_load_copies_to_the_rows_of_new_slots_in_the_same_lanes(
     first, second = _make_node(rank).split(4)
     assert layout.load_lanes([first, second]).tolist() == LANES
     plan = layout.plan_load([first, second], page_array([10, 14, 9, 4, 11]))
-    assert plan.node_pages == (2, 3)
+    assert plan.logical_pages == 5
     assert plan.logical_tokens == 10
     assert plan.copies.host_pages().tolist() == host_pages
     assert plan.copies.device_pages().tolist() == row_pages
