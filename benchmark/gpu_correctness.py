@@ -43,6 +43,7 @@ from gpu_common import (
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InitLoadBackParams, MatchPrefixParams
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
+from typing_extensions import override
 
 from kvlayouts.replay.content import prefix_sums
 from sglang.srt.mem_cache.hicache.assemble import assemble_cache
@@ -90,6 +91,7 @@ class Case:
         """Whether the kernel has a part in every copy but those of long runs."""
         return (self.io_backend, self.mem_layout) == ("kernel", "layer_first")
 
+    @override
     def __str__(self) -> str:
         return f"{self.layout} x{self.ranks} {self.pool} {self.io_backend} {self.mem_layout}"
 

@@ -31,6 +31,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from gpu_common import page_views, synchronisation_forbidden
+from typing_extensions import override
 
 from sglang.srt.mem_cache.hicache.copies.transfer import HostTransfer
 from sglang.srt.mem_cache.hicache.cpu.support import install_cpu_support
@@ -67,6 +68,7 @@ class Case:
     kv: str
     way: str
 
+    @override
     def __str__(self) -> str:
         return f"{self.kv} KV, {self.way}"
 

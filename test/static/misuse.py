@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from typing_extensions import override
+
 from sglang.srt.mem_cache.layouts import (
     BackupPlan,
     CopyPlan,
@@ -143,6 +145,7 @@ def metadata_without_split(node: MetadataWithoutSplit) -> NodeMetadata:
 
 
 class MetadataWhoseSplitLosesTheParent(IdentityNodeMetadata):
+    @override
     def split(self, split_len: int) -> IdentityNodeMetadata:  # type: ignore[override]
         return super().split(split_len)[1]
 
@@ -200,6 +203,7 @@ cp_shared_storage: StorageAwareLayout = CpSharedLayout(page_size=64, cp_size=2, 
 
 
 class BindingOfAnotherStrategy(LayoutContract[IdentityNodeMetadata]):
+    @override
     def make_layout(self, *, page_size: int, shard_size: int, shard_rank: int) -> CpSharedLayout:  # type: ignore[override]
         return CpSharedLayout(page_size=page_size, cp_size=shard_size, cp_rank=shard_rank)
 

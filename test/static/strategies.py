@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, assert_type
 
+from typing_extensions import override
+
 from sglang.srt.mem_cache.layouts import (
     AnyKVLayoutStrategy,
     BackupPlan,
@@ -110,6 +112,7 @@ def geometry_keeps_the_kind(geometry: CpSharedKVLayout, tensor: torch.Tensor, ar
 
 
 class IdentityBinding(LayoutContract[IdentityNodeMetadata]):
+    @override
     def make_layout(self, *, page_size: int, shard_size: int, shard_rank: int) -> IdentityLayout:
         return IdentityLayout(page_size=page_size)
 

@@ -19,6 +19,7 @@ from sglang.srt.mem_cache.l2_transfer import L2TransferEngine, TransferCompletio
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.test.test_utils import CustomTestCase
+from typing_extensions import override
 
 from sglang.srt.mem_cache.hicache.assemble import assemble_cache
 from sglang.srt.mem_cache.hicache.cpu.support import install_cpu_support
@@ -63,6 +64,7 @@ class CacheTestCase(CustomTestCase):
     """Publishes SGLang's process-wide settings for the tests of a class."""
 
     @classmethod
+    @override
     def setUpClass(cls) -> None:
         super().setUpClass()
         install_cpu_support()
@@ -298,18 +300,20 @@ class SlowEngine(L2TransferEngine):
         self.writes: list[list[L2Transfer]] = []
         self.loads: list[list[L2Transfer]] = []
 
+    @override
     def submit_device_to_host(self, transfers: list[L2Transfer]) -> TransferCompletion:
         """See `L2TransferEngine`."""
         self.writes.append(transfers)
         submit = super().submit_device_to_host
         return self._submit(self.write_events, lambda: submit(transfers))
 
+    @override
     def submit_host_to_device(
         self,
         transfers: list[L2Transfer],
         *,
         layer_num: int,
-        start_event: Any = None,  # noqa: ANN401  # a stream event of whatever device
+        start_event: Any = None,  # a stream event of whatever device
         on_layer_done: Callable[[int], None] | None = None,
     ) -> TransferCompletion:
         """See `L2TransferEngine`."""

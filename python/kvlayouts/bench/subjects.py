@@ -30,6 +30,7 @@ from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache import components  # type: ignore[import-untyped]  # measured, never relied on
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache  # type: ignore[import-untyped]  # the same
+from typing_extensions import override
 
 from kvlayouts.common.trace import default_device_tokens
 from sglang.srt.mem_cache.hicache.agreement import RankAgreement
@@ -101,11 +102,13 @@ class Subject(Protocol):
 class NoCopyEngine(L2TransferEngine):
     """SGLang's engine with nothing to copy: streams, events and layer counters only."""
 
+    @override
     def submit_device_to_host(self, transfers: list[L2Transfer]) -> TransferCompletion:
         """Record the events of a backup."""
         return super().submit_device_to_host([])
 
-    def submit_host_to_device(self, transfers: list[L2Transfer], **call: Any) -> TransferCompletion:  # noqa: ANN401
+    @override
+    def submit_host_to_device(self, transfers: list[L2Transfer], **call: Any) -> TransferCompletion:
         """Record the events of a load."""
         return super().submit_host_to_device([], **call)
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InitLoadBackParams, InsertParams, MatchPrefixParams
+from typing_extensions import override
 
 from sglang.srt.mem_cache.hicache.check.digest import tree_digest
 from support.caches import Rank, chain, page_views
@@ -317,7 +318,8 @@ class AckQueue(list[Any]):
         super().__init__()
         self._log = log
 
-    def append(self, ack: Any) -> None:  # noqa: ANN401  # whatever SGLang calls an ack
+    @override
+    def append(self, ack: Any) -> None:  # whatever SGLang calls an ack
         """As a list, and write it down."""
         super().append(ack)
         self._log.append((tuple(ack.node_ids), ack.num_tokens))

@@ -8,6 +8,7 @@ import numpy as np
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams, MatchPrefixParams
+from typing_extensions import override
 
 from sglang.srt.mem_cache.hicache.accepted import WritePolicy
 from sglang.srt.mem_cache.hicache.check.invariants import violations
@@ -272,6 +273,7 @@ class CacheMachine(RuleBasedStateMachine):
             assert self.late or not rank.engine.waits, "the scheduler waited for a copy that nothing needed"
         self._check_bytes(group.ranks[self.step % group.spec.ranks])
 
+    @override
     def teardown(self) -> None:
         """End everything; what is left on the host comes back byte for byte; nothing stays locked or taken."""
         if not hasattr(self, "group"):

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Generic
 
 from sglang.srt.mem_cache.base_prefix_cache import DecLockRefResult, EvictResult, IncLockRefResult, InsertResult
 from sglang.srt.mem_cache.radix_cache import RadixCache
+from typing_extensions import override
 
 from sglang.srt.mem_cache.layouts.errors import LayoutInvariantError
 from sglang.srt.mem_cache.layouts.protocol import KVLayoutStrategy, MetadataT
@@ -92,9 +93,11 @@ class HiRadixCache(NoStorageTier, RadixCache, Generic[MetadataT]):
         self.kv_events = parts.events
         self.metrics_collector = parts.report.collector
 
+    @override
     def init_metrics_collector(self) -> None:
         """SGLang's constructor would make one, which knows no rank; ours comes with the report."""
 
+    @override
     def reset(self) -> None:
         """Drop the whole cache, transfers under way included, and give all host memory back.
 
@@ -109,6 +112,7 @@ class HiRadixCache(NoStorageTier, RadixCache, Generic[MetadataT]):
         self._empty_match_result = tree.nothing_found
         self.parts.events.record_all_cleared()
 
+    @override
     def release_host_resources(self) -> None:
         """Unregister pinned host memory before the process ends, when the copies under way have ended."""
         self.cache_controller.wait_for_copies()
@@ -116,14 +120,17 @@ class HiRadixCache(NoStorageTier, RadixCache, Generic[MetadataT]):
 
     # Requests.
 
+    @override
     def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
         """See `LayoutRadixTree.match_prefix`."""
         return self.parts.tree.nothing_found if self.disable else self.parts.tree.match_prefix(params)
 
+    @override
     def insert(self, params: InsertParams) -> InsertResult:
         """See `LayoutRadixTree.insert`. Nodes that are used often enough are backed up."""
         return InsertResult(prefix_len=0) if self.disable else self.parts.insert(params)
 
+    @override
     def cache_finished_req(self, req: SchedulerRequest, is_insert: bool = True, *, kv_len_to_handle: int) -> None:
         """Put the whole pages of a request that has ended into the tree, or give all back, and unlock its prefix."""
         if self.disable:
@@ -131,6 +138,7 @@ class HiRadixCache(NoStorageTier, RadixCache, Generic[MetadataT]):
         else:
             self._insertion.finish(req, tokens=kv_len_to_handle, insert=is_insert)
 
+    @override
     def cache_unfinished_req(self, req: SchedulerRequest, chunked: bool = False) -> None:
         """Put the whole pages of a request that goes on into the tree, and lock them for it."""
         if not self.disable:
@@ -142,10 +150,12 @@ class HiRadixCache(NoStorageTier, RadixCache, Generic[MetadataT]):
             raise LayoutInvariantError("a cache that was made without a request pool was given a request")
         return self.requests
 
+    @override
     def inc_lock_ref(self, node: LayoutTreeNode[MetadataT]) -> IncLockRefResult:
         """Keep `node` and its prefix from eviction. `delta` is the change of the evictable tokens (<= 0)."""
         return IncLockRefResult(delta=0 if self.disable else self.parts.accounting.lock(node))
 
+    @override
     def dec_lock_ref(
         self,
         node: LayoutTreeNode[MetadataT],
@@ -164,6 +174,7 @@ class HiRadixCache(NoStorageTier, RadixCache, Generic[MetadataT]):
         backups = self.parts.backups
         return backups.back_up_leaving(node) if write_back else backups.back_up(node)
 
+    @override
     def evict(self, params: EvictParams) -> EvictResult:
         """Free at least `num_tokens` slots from unlocked leaves, or all that can be freed."""
         return EvictResult(num_tokens_evicted=self.parts.device_room.evict(params.num_tokens))
@@ -186,6 +197,7 @@ class HiRadixCache(NoStorageTier, RadixCache, Generic[MetadataT]):
         """See `LoadBacks.load_back`."""
         return self.parts.load_backs.load_back(node, mem_quota)
 
+    @override
     def init_load_back(self, params: InitLoadBackParams) -> tuple[torch.Tensor, LayoutTreeNode[MetadataT]]:
         """Load back what a match found on the host.
 
@@ -201,6 +213,7 @@ class HiRadixCache(NoStorageTier, RadixCache, Generic[MetadataT]):
             node = node.parent
         return self.parts.tree.nothing_found.device_indices, node
 
+    @override
     def ready_to_load_host_cache(self) -> int:
         """Start the queued loads; returns the layer counter to wait on, or -1."""
         return self.cache_controller.start_loading()
@@ -213,6 +226,7 @@ class HiRadixCache(NoStorageTier, RadixCache, Generic[MetadataT]):
 
     # Acknowledgements.
 
+    @override
     def check_hicache_events(self) -> None:
         """Settle the transfers that have finished on every rank: one reduction, whatever is pending."""
         self.parts.transfers.settle()
@@ -242,18 +256,22 @@ class HiRadixCache(NoStorageTier, RadixCache, Generic[MetadataT]):
 
     # Inspection.
 
+    @override
     def evictable_size(self) -> int:
         """Unlocked logical tokens on the device."""
         return self.parts.accounting.evictable_tokens
 
+    @override
     def protected_size(self) -> int:
         """Locked logical tokens on the device."""
         return self.parts.accounting.protected_tokens
 
+    @override
     def total_size(self) -> int:
         """Logical tokens on the device."""
         return self.parts.tree.total_size()
 
+    @override
     def all_values_flatten(self) -> torch.Tensor:
         """Every slot that the tree holds: int64, shape ``[tokens]``, on the pool's device."""
         return self.parts.tree.all_values_flatten()

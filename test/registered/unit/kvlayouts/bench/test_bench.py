@@ -22,6 +22,7 @@ import pytest
 from rich.console import Console
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.test_utils import CustomTestCase
+from typing_extensions import override
 
 from kvlayouts import main as command
 from kvlayouts.bench import deferred, requests, tree_sizes
@@ -219,6 +220,7 @@ class TestDeferred(CustomTestCase):
 class TestTreeSizes(CustomTestCase):
     """Eviction and growth are read off the same trees; neither may go by the other's name."""
 
+    @override
     def setUp(self) -> None:
         micros = {"match": 1.0, "evict device": 2.0, "evict host": 3.0}
         replaced = {

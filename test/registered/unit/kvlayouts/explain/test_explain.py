@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 from sglang.test.ci.ci_register import register_cpu_ci
+from typing_extensions import override
 
 from kvlayouts.common.errors import RunError
 from kvlayouts.explain.elision import shown_items, shown_ranges
@@ -138,6 +139,7 @@ def _tell_misplacing(monkeypatch: pytest.MonkeyPatch) -> NodeStory:
     class Misplaces(CpSharedLayout):
         """Copies one page less than it owns."""
 
+        @override
         def plan_backup(self, slot_pages: PageArray) -> BackupPlan:
             plan = super().plan_backup(slot_pages)
             return replace(plan, device_pages=plan.device_pages[:-1])

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, get_args
 
 import pytest
 from sglang.test.ci.ci_register import register_cpu_ci
+from typing_extensions import override
 
 from kvlayouts.common.errors import InputError
 from kvlayouts.common.trace import DEFAULT_TRACE, Trace, TraceRequest, read_trace
@@ -236,6 +237,7 @@ class _MovesPages(CpSharedLayout):
 
     name = "moves_pages"
 
+    @override
     def load_lanes(self, parts: Sequence[CpHiCacheNodeMetadata]) -> LaneArray:
         return (super().load_lanes(parts) + 1) % self.lane_count
 
@@ -245,6 +247,7 @@ class _CopiesTwice(CpSharedLayout):
 
     name = "copies_twice"
 
+    @override
     def plan_backup(self, slot_pages: PageArray) -> BackupPlan:
         plan = super().plan_backup(slot_pages)
         return replace(plan, demand_pages=tuple(2 * pages for pages in plan.demand_pages))

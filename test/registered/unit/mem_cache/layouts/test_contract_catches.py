@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 import numpy as np
 import pytest
 from sglang.test.ci.ci_register import register_cpu_ci
+from typing_extensions import override
 
 from sglang.srt.mem_cache.layouts import (
     BackupPlan,
@@ -39,16 +40,19 @@ class _Binding(LayoutContract[Any]):
     max_examples: ClassVar = 5
     broken: type[CpSharedLayout] = CpSharedLayout
 
+    @override
     def make_layout(self, *, page_size: int, shard_size: int, shard_rank: int) -> KVLayoutStrategy[Any]:
         return cast("KVLayoutStrategy[Any]", self.broken(page_size=page_size, cp_size=shard_size, cp_rank=shard_rank))
 
 
 class _BaseFromRank(CpSharedLayout):
+    @override
     def chain_base(self, first_page: bytes, namespace: str) -> int:
         return (super().chain_base(first_page, namespace) + self.lane) % self.lane_count
 
 
 class _DemandOfThisRankOnly(CpSharedLayout):
+    @override
     def plan_backup(self, slot_pages: PageArray) -> BackupPlan:
         plan = super().plan_backup(slot_pages)
         mine = tuple(pages if lane == self.lane else 0 for lane, pages in enumerate(plan.demand_pages))
@@ -56,12 +60,14 @@ class _DemandOfThisRankOnly(CpSharedLayout):
 
 
 class _DealsTwoByTwo(CpSharedLayout):
+    @override
     def extend_lanes(self, base: int, first_page: int, pages: int) -> LaneArray:
         lanes = (base + np.arange(first_page, first_page + pages) // 2) % self.lane_count
         return lanes.astype(np.int16)
 
 
 class _ReservedPagesAccepted(CpSharedLayout):
+    @override
     def plan_backup(self, slot_pages: PageArray) -> BackupPlan:
         lanes = self.lanes_of(slot_pages)
         return BackupPlan(
@@ -73,6 +79,7 @@ class _ReservedPagesAccepted(CpSharedLayout):
 
 
 class _LoadIgnoresOwners(CpSharedLayout):
+    @override
     def plan_load(self, parts: Sequence[CpHiCacheNodeMetadata], slot_pages: PageArray) -> LoadPlan:
         self.geometry.check_slot_pages(slot_pages)
         lanes = self.load_lanes(parts)
@@ -88,6 +95,7 @@ class _LoadIgnoresOwners(CpSharedLayout):
 
 
 class _LoadReversesItsHostPages(CpSharedLayout):
+    @override
     def plan_load(self, parts: Sequence[CpHiCacheNodeMetadata], slot_pages: PageArray) -> LoadPlan:
         plan = super().plan_load(parts, slot_pages)
         copies = CopyPlan.from_pages(
@@ -99,6 +107,7 @@ class _LoadReversesItsHostPages(CpSharedLayout):
 
 
 class _ChainRestartsAtEveryNode(CpSharedLayout):
+    @override
     def extend_lanes(self, base: int, first_page: int, pages: int) -> LaneArray:
         return super().extend_lanes(base, 0, pages)
 
@@ -108,6 +117,7 @@ class _OtherMetadata(CpSharedLayout):
 
     kind: type[CpHiCacheNodeMetadata]
 
+    @override
     def finish_backup(self, plan: BackupPlan, host_pages: PageArray) -> CpHiCacheNodeMetadata:
         right = super().finish_backup(plan, host_pages)
         return self.kind(**{field.name: getattr(right, field.name) for field in fields(right)})
@@ -115,6 +125,7 @@ class _OtherMetadata(CpSharedLayout):
 
 class _SplitSwapsHalves(_OtherMetadata):
     class kind(CpHiCacheNodeMetadata):
+        @override
         def split(self, split_len: int) -> tuple[CpHiCacheNodeMetadata, CpHiCacheNodeMetadata]:
             first, second = super().split(split_len)
             return second, first
@@ -122,6 +133,7 @@ class _SplitSwapsHalves(_OtherMetadata):
 
 class _SplitKeepsViews(_OtherMetadata):
     class kind(CpHiCacheNodeMetadata):
+        @override
         def split(self, split_len: int) -> tuple[CpHiCacheNodeMetadata, CpHiCacheNodeMetadata]:
             first, second = super().split(split_len)
             pages, owned = len(first.lanes), len(first.host_pages)
@@ -135,6 +147,7 @@ class _SplitHostPagesByLogicalPages(_OtherMetadata):
     """The fault that the design warns of: slicing the first pages of the host pages, not the owned ones."""
 
     class kind(CpHiCacheNodeMetadata):
+        @override
         def split(self, split_len: int) -> tuple[CpHiCacheNodeMetadata, CpHiCacheNodeMetadata]:
             first, second = super().split(split_len)
             if len(first.host_pages) and len(second.host_pages):
@@ -146,11 +159,13 @@ class _SplitHostPagesByLogicalPages(_OtherMetadata):
 
 class _SplitRoundsDown(_OtherMetadata):
     class kind(CpHiCacheNodeMetadata):
+        @override
         def split(self, split_len: int) -> tuple[CpHiCacheNodeMetadata, CpHiCacheNodeMetadata]:
             return super().split(split_len // self.page_size * self.page_size)
 
 
 class _LogicalCapacityOfOneRank(CpSharedLayout):
+    @override
     def logical_tokens(self, physical_tokens: int) -> int:
         return physical_tokens
 
@@ -183,16 +198,19 @@ class _RanksInReverse(CpSharedLayout):
 class _RowsOfTheNextRank(CpSharedLayout):
     """`lanes_of` and plans say one owner, `local_rows` another."""
 
+    @override
     def local_rows(self, slots: torch.Tensor) -> torch.Tensor:
         return super().local_rows(slots + self.page_size)
 
 
 class _RowsOfEveryRank(CpSharedLayout):
+    @override
     def local_rows(self, slots: torch.Tensor) -> torch.Tensor:
         return self.geometry.logical_locs_to_physical(slots)
 
 
 class _EveryRankTakesEverything(CpSharedLayout):
+    @override
     def plan_backup(self, slot_pages: PageArray) -> BackupPlan:
         return replace(super().plan_backup(slot_pages), device_pages=self.geometry.row_pages(slot_pages))
 
@@ -257,6 +275,7 @@ def test_every_rank_order_and_identity_are_accepted_at_start() -> None:
 
 def test_a_strategy_that_raises_when_asked_is_refused_by_name() -> None:
     class Raises(CpSharedLayout):
+        @override
         def lanes_of(self, slot_pages: PageArray) -> LaneArray:
             raise ZeroDivisionError("two\nlines")
 
@@ -266,9 +285,11 @@ def test_a_strategy_that_raises_when_asked_is_refused_by_name() -> None:
 
 def test_a_mapping_that_is_consistently_another_one_is_noticed_if_homes_are_stated() -> None:
     class Shifted(CpSharedLayout):
+        @override
         def lanes_of(self, slot_pages: PageArray) -> LaneArray:
             return super().lanes_of(slot_pages + 1)
 
+        @override
         def plan_backup(self, slot_pages: PageArray) -> BackupPlan:
             if int(slot_pages.min(initial=self.lane_count)) < self.lane_count:
                 raise LayoutConfigError("reserved")
@@ -277,6 +298,7 @@ def test_a_mapping_that_is_consistently_another_one_is_noticed_if_homes_are_stat
     class Stated(_Binding):
         broken = Shifted
 
+        @override
         def stated_home(self, slot_page: int, shard_size: int) -> tuple[int, int]:
             return slot_page % shard_size, slot_page // shard_size
 
@@ -299,12 +321,14 @@ class _MetadataWithANewField(CpHiCacheNodeMetadata):
             hit_count=hit_count,
         )
 
+    @override
     def split(self, split_len: int) -> tuple[_MetadataWithANewField, _MetadataWithANewField]:
         first, second = CpHiCacheNodeMetadata.split(self, split_len)
         return self.extend(first, 0), self.extend(second, 0)
 
 
 class _CountsHitsButForgetsThemOnSplit(CpSharedLayout):
+    @override
     def finish_backup(self, plan: BackupPlan, host_pages: PageArray) -> _MetadataWithANewField:
         return _MetadataWithANewField.extend(super().finish_backup(plan, host_pages), hit_count=3)
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from sglang.srt.mem_cache.index_key_cache import IndexKeyCache
 from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool, KVWriteLoc, MLATokenToKVPool, unwrap_write_loc
+from typing_extensions import override
 
 from .page_reader import PageAccess, WholePages
 
@@ -34,6 +35,7 @@ class LayoutMLATokenToKVPool(MLATokenToKVPool):
 
     access: PageAccess = WholePages()
 
+    @override
     def set_kv_buffer(
         self,
         layer: RadixAttention,
@@ -47,6 +49,7 @@ class LayoutMLATokenToKVPool(MLATokenToKVPool):
         super().set_kv_buffer(layer, self.access.rows(slots), cache_k, cache_v, layer_id_override)
         self.access.wrote(KV, layer.layer_id if layer_id_override is None else layer_id_override)
 
+    @override
     def set_mla_kv_buffer(
         self,
         layer: RadixAttention,
@@ -60,10 +63,12 @@ class LayoutMLATokenToKVPool(MLATokenToKVPool):
         super().set_mla_kv_buffer(layer, self.access.rows(slots), cache_k_nope, cache_k_rope, layer_id_override)
         self.access.wrote(KV, layer.layer_id if layer_id_override is None else layer_id_override)
 
+    @override
     def get_key_buffer(self, layer_id: int) -> torch.Tensor:
         """Rows of a layer, ``[slots, 1, width]``, to be indexed by the slots of the batch."""
         return self.access.readable(KV, layer_id, super().get_key_buffer(layer_id), self.page_size)
 
+    @override
     def get_value_buffer(self, layer_id: int) -> torch.Tensor:
         """The latent part of `get_key_buffer`: ``[slots, 1, kv_lora_rank]``."""
         return self.get_key_buffer(layer_id)[..., : self.kv_lora_rank]
@@ -78,11 +83,13 @@ class LayoutMLATokenToKVPool(MLATokenToKVPool):
         finally:
             self.size = rows
 
+    @override
     def move_kv_cache(self, tgt_loc: torch.Tensor, src_loc: torch.Tensor) -> None:
         """SGLang's; `LayoutInvariantError`, with nothing moved, where pages are shared out."""
         self.access.refuse_slots_as_rows("move_kv_cache")
         super().move_kv_cache(tgt_loc, src_loc)
 
+    @override
     def get_cpu_copy(
         self, indices: torch.Tensor, mamba_indices: torch.Tensor | None = None, req_pool_index: int | None = None
     ) -> object:
@@ -90,6 +97,7 @@ class LayoutMLATokenToKVPool(MLATokenToKVPool):
         self.access.refuse_slots_as_rows("get_cpu_copy")
         return super().get_cpu_copy(indices, mamba_indices=mamba_indices, req_pool_index=req_pool_index)
 
+    @override
     def load_cpu_copy(
         self,
         kv_cache_cpu: object,
@@ -107,10 +115,12 @@ class LayoutIndexKeyCache(IndexKeyCache):
 
     pool: LayoutDSATokenToKVPool
 
+    @override
     def get_buffer(self, layer_id: int) -> torch.Tensor:
         """Pages of a layer, ``[slot pages, page bytes]``, to be indexed by the slot pages of the batch."""
         return self.pool.access.readable(INDEX, layer_id, self.get_local_buffer(layer_id), 1)
 
+    @override
     def store_quantized(
         self, layer_id: int, loc: torch.Tensor, index_k: torch.Tensor, index_k_scale: torch.Tensor
     ) -> None:
@@ -124,6 +134,7 @@ class LayoutDSATokenToKVPool(LayoutMLATokenToKVPool, DSATokenToKVPool):
 
     writes_index_rows = False
 
+    @override
     def _create_index_key_cache(self) -> IndexKeyCache:
         return LayoutIndexKeyCache(self, self.index_buf_size)
 
@@ -134,6 +145,7 @@ class LayoutDSATokenToKVPool(LayoutMLATokenToKVPool, DSATokenToKVPool):
         """
         return self.index_key_cache.get_buffer(layer_id)
 
+    @override
     def get_index_k_with_scale_buffer(self, layer_id: int) -> torch.Tensor:
         """Index pages of a layer on this rank, ``[row pages, page bytes]``, for writers.
 

@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import numpy as np
+from typing_extensions import override
 
 from ..slots.allocator import CPSharedPagedTokenToKVPoolAllocator
 
@@ -64,6 +65,7 @@ class ServingSlotAllocator(CPSharedPagedTokenToKVPoolAllocator):
         finally:
             self._bases = self._allocated = None
 
+    @override
     def alloc_extend(
         self,
         prefix_lens: torch.Tensor,
@@ -87,6 +89,7 @@ class ServingSlotAllocator(CPSharedPagedTokenToKVPoolAllocator):
             self._bases if rotation_bases is None else rotation_bases,
         )
 
+    @override
     def _alloc_chain_pages(self, lanes: LaneArray) -> PageArray | None:
         pages = self.alloc_lanes(lanes)
         if pages is None and self._make_room is not None:
@@ -117,6 +120,7 @@ class ServingSlotAllocator(CPSharedPagedTokenToKVPoolAllocator):
         self.off_lane_pages += len(homeless)
         return self.alloc_lanes(dealt)
 
+    @override
     def free(self, free_index: torch.Tensor) -> None:
         """Free the pages that any of `free_index`, slots of shape ``[tokens]``, lies in.
 
@@ -133,6 +137,7 @@ class ServingSlotAllocator(CPSharedPagedTokenToKVPoolAllocator):
             else:
                 self.free_slot_pages(pages)
 
+    @override
     def _pages_of(self, slots: torch.Tensor) -> PageArray:
         pages = super()._pages_of(slots)
         if self.request_pages is not None:

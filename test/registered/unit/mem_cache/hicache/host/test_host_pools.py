@@ -17,6 +17,7 @@ from sglang.srt.mem_cache.pool_host import HostKVCache, HostPoolGroup
 from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.test_utils import CustomTestCase
+from typing_extensions import override
 
 from sglang.srt.mem_cache.hicache.cpu.support import install_cpu_support
 from sglang.srt.mem_cache.hicache.device.pools import (
@@ -83,6 +84,7 @@ class Bench:
 
 class TestTransfersBetweenRealPools(CustomTestCase):
     @classmethod
+    @override
     def setUpClass(cls) -> None:
         assert install_cpu_support()
         cls.engine = L2TransferEngine("direct")
@@ -174,6 +176,7 @@ class TestController(CustomTestCase):
 
 class TestHostPools(CustomTestCase):
     @classmethod
+    @override
     def setUpClass(cls) -> None:
         assert install_cpu_support()
 

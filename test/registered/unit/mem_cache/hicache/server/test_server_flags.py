@@ -20,6 +20,7 @@ from sglang.srt.arg_groups.model_override_base import resolving_view
 from sglang.srt.plugins import load_plugins
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.test_utils import CustomTestCase
+from typing_extensions import override
 
 from sglang.srt.mem_cache.hicache.server import args as server_args
 from sglang.srt.mem_cache.hicache.server import hooks, plugin, refusals
@@ -97,6 +98,7 @@ def make_facts(fields: dict[str, Any], changes: dict[str, Any]) -> ServerFacts:
 
 class FlagsTestCase(CustomTestCase):
     @classmethod
+    @override
     def setUpClass(cls) -> None:
         super().setUpClass()
         load_plugins()
