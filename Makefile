@@ -1,15 +1,22 @@
 SHELL := bash
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup replay bench test lint typecheck unit e2e coverage mutants docs freeze clean
+.PHONY: help setup replay bench test lint typecheck unit e2e coverage mutants docs drift dist freeze clean
 
-BIN := .venv/bin
+# The release of SGLang that everything works with, e.g. make test SGLANG=0.5.20. Each has an environment of its own;
+# the default is the last line of python/sglang/srt/mem_cache/hicache/releases.txt.
+SGLANG ?=
+export SGLANG
+VENV := $(shell SGLANG=$(SGLANG) bash scripts/setup_env.sh --where)
+BIN := $(VENV)/bin
 PY := $(BIN)/python
 
 # What `make replay` passes on, e.g. make replay REPLAY_ARGS='--cp-size 2 --pool dsa'
 REPLAY_ARGS ?= --block-tokens 64 --device-tokens 65536
 # What `make bench` passes on
 BENCH_ARGS ?=
+# The release that `make drift` looks at: the newest one of the index unless it is named
+RELEASE ?=
 # What `make unit` and `make test` pass on, e.g. make unit PYTEST_ARGS='-k ledger'
 PYTEST_ARGS ?=
 
@@ -20,7 +27,7 @@ TEST_ENV := $(OFFLINE) OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 MPLBACKEND=Agg
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z0-9]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-setup: ## make or update .venv with pinned versions (PYTHON=... chooses the interpreter)
+setup: ## make or update the environment, pinned (SGLANG=0.5.20: of that release; PYTHON=...: interpreter)
 	@bash scripts/setup_env.sh
 
 replay: setup ## replay the shipped request trace with both layouts (REPLAY_ARGS=...)
@@ -36,8 +43,8 @@ lint: setup ## ruff: rules and format
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 
-typecheck: setup ## mypy, as mypy.ini says
-	$(PY) -m mypy
+typecheck: setup ## mypy, as mypy.ini says, against the stubs of the release
+	$(PY) scripts/typecheck.py $(SGLANG)
 
 unit: setup ## pytest (PYTEST_ARGS=...)
 	$(TEST_ENV) $(PY) -m pytest -m 'not e2e' $(PYTEST_ARGS)
@@ -59,9 +66,15 @@ docs: setup ## the documentation as a site in site/, built strictly
 	PATH="$(CURDIR)/$(BIN):$$PATH" NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
 	@echo "docs: open site/index.html"
 
-freeze: setup ## write the versions in .venv to requirements/constraints.txt
+drift: setup ## what changed in SGLang's newest release of all that is relied on here (RELEASE=0.5.22: in that one)
+	@$(OFFLINE) OMP_NUM_THREADS=1 $(PY) scripts/drift.py $(RELEASE)
+
+dist: ## wheel and sdist in dist/; each release gets the wheel in a fresh environment and `kvlayouts check`
+	@bash scripts/dist.sh
+
+freeze: setup ## write the versions of the environment to requirements/
 	@bash scripts/freeze.sh
 
-clean: ## remove .venv, caches and build output
-	rm -rf .venv build dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis python/*.egg-info
+clean: ## remove environments, caches and build output
+	rm -rf .venv .venv-* build dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis python/*.egg-info
 	find python test packaging -name __pycache__ -type d -prune -exec rm -rf {} +

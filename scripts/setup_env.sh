@@ -1,22 +1,30 @@
 #!/usr/bin/env bash
-# Makes .venv, or brings it up to date, for `make setup`.
+# Makes an environment for one release of SGLang, or brings it up to date, for `make setup`.
 #
-# - Nothing is done when the stamp in .venv matches what the environment is made from (see `fingerprint`).
+# SGLANG=0.5.20 chooses the release; otherwise it is the newest supported one. That one's environment is .venv, another
+# one's .venv-RELEASE. `setup_env.sh --where` says which and does nothing.
+#
+# - Nothing is done when its stamp matches what the environment is made from (see `fingerprint`).
 # - An environment that an interrupted set-up left behind is built anew; one that was made by hand is brought up to date.
-# - A directory .venv that is no virtual environment is left alone, with an error.
-# - pip's output goes to .venv/setup.log; the end of it is shown when a step fails.
+# - A directory of that name that is no virtual environment is left alone, with an error.
+# - pip's output goes to setup.log in it; the end of it is shown when a step fails.
 #
 # PYTHON=/path/to/python chooses the interpreter (3.11 or newer).
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$root"
+newest=$(grep -v '^#' python/sglang/srt/mem_cache/hicache/releases.txt | tail -n 1)
+release=${SGLANG:-$newest}
 venv=.venv
+if [ "$release" != "$newest" ]; then venv=.venv-$release; fi
+if [ "${1:-}" = --where ]; then printf '%s\n' "$venv"; exit 0; fi
 py=$venv/bin/python
 stamp=$venv/.setup-stamp
 in_progress=$venv/.setup-in-progress
 log=$venv/setup.log
 constraints=requirements/constraints.txt
+of_release=requirements/constraints-$release.txt
 stand_in=packaging/torchvision-stand-in
 started=$SECONDS
 step_pid=
@@ -30,11 +38,14 @@ trap stop_step EXIT
 trap 'exit 130' INT
 trap 'exit 143' TERM
 
+known_releases() { printf '%s\n' requirements/constraints-*.txt | sed 's/.*constraints-\(.*\)\.txt/\1/' | paste -sd' '; }
+[ -f "$of_release" ] || die "SGLANG must be one of: $(known_releases), got $release (there is no $of_release)"
+
 # Every input of the environment, its place included (an editable install and the scripts' first lines name it).
 fingerprint() {
     {
         printf '%s\n' "$root"
-        find pyproject.toml "$constraints" scripts/setup_env.sh "$stand_in" -type f \
+        find pyproject.toml "$constraints" "$of_release" scripts/setup_env.sh "$stand_in" -type f \
             \( -name '*.toml' -o -name '*.txt' -o -name '*.sh' -o -name '*.py' \) -print0 |
             LC_ALL=C sort -z | xargs -0 sha256sum
     } | sha256sum | cut -d' ' -f1
@@ -78,7 +89,8 @@ step() {
 }
 
 pip_install() {
-    "$py" -m pip install --no-input --disable-pip-version-check --progress-bar off --constraint "$constraints" "$@"
+    "$py" -m pip install --no-input --disable-pip-version-check --progress-bar off --constraint "$constraints" \
+        --constraint "$of_release" "$@"
 }
 
 make_venv() { # make_venv PYTHON -m venv ...
@@ -130,7 +142,7 @@ install_torchvision_stand_in() {
     return "$status"
 }
 
-# The first lines of its commands name this very place (or the one that a link .venv leads to).
+# The first lines of its commands name this very place (or the one that a link leads to).
 made_here() {
     head -n 2 "$venv/bin/pip" 2>/dev/null | grep -qF -e "$root/$venv/bin/" -e "$(cd "$venv" && pwd -P)/bin/"
 }
@@ -163,7 +175,7 @@ touch "$in_progress"
 step "[1/4] pip and setuptools" pip_install pip setuptools
 step "[2/4] this distribution and its pinned dependencies$first_time" \
     pip_install --no-build-isolation --editable '.[cli,cpu,dev,docs]'
-step "[3/4] SGLang, without the dependencies that need CUDA" pip_install --no-deps sglang
+step "[3/4] SGLang $release, without the dependencies that need CUDA" pip_install --no-deps sglang
 if real_torchvision; then
     say "[4/4] torchvision is here and imports"
 else

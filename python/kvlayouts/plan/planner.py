@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
+from kvlayouts.common.errors import InputError
 from kvlayouts.common.own_flags import in_own_words
-from kvlayouts.common.strategies import create_group
+from kvlayouts.common.strategies import create_group, create_rank
 from kvlayouts.common.trace import check_device_tokens
-from kvlayouts.plan.chains import ChainLanes, device_pages_by_lane
 from kvlayouts.plan.prompts import read_prompts
 from kvlayouts.plan.refusal import refuse_as_a_server
 from kvlayouts.plan.results import LayoutPlan, Plan, SweepPoint
@@ -97,7 +97,8 @@ def _plan_layout(
     sizes: Sequence[int],
     on_progress: OnProgress,
 ) -> LayoutPlan:
-    chains = ChainLanes(layout, prompts.first_pages, prompts.longest_pages)
+    in_pages = _in_pages(config, layout.name)
+    bases = [layout.chain_base(content, "") for content in prompts.first_pages]
     by_size: dict[int, SimulatedHits] = {}
     total = len(prompts) * max(1, len(sizes))
 
@@ -108,8 +109,9 @@ def _plan_layout(
     for host_pages in sizes or (config.host_pages,):
         by_size[host_pages] = CacheSimulation(
             prompts,
-            chains,
-            device_pages=device_pages_by_lane(layout, config.device_pages),
+            in_pages,
+            bases,
+            device_pages=config.device_pages,
             host_pages=host_pages,
             policy=config.policy,
             eviction_policy=config.eviction_policy,
@@ -136,6 +138,14 @@ def _plan_layout(
             for pages in sizes
         ),
     )
+
+
+def _in_pages(config: PlanConfig, name: str) -> AnyKVLayoutStrategy:
+    """The strategy with pages of one token: the simulation counts in pages, and asks nothing that depends on a size."""
+    try:
+        return create_rank(name, page_size=1, ranks=config.cp_size, rank=0, options=config.options)
+    except InputError as error:
+        raise InputError(f"{error}; plan counts in pages and needs a strategy that takes --page-size 1") from error
 
 
 def _fullest_lane(layout: AnyKVLayoutStrategy, pages: int) -> int:

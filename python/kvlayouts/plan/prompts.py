@@ -11,8 +11,12 @@ which the page ends are equal::
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from kvlayouts.common.trace import token_ids
 
@@ -20,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from kvlayouts.common.trace import Trace, TraceRequest
+    from sglang.srt.mem_cache.layouts.pages import PageArray
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +36,7 @@ class Prompt:
     first_page: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Prompts:
     """All prompts of a trace, in order, cut into pages. `first_pages` are the contents that `Prompt.first_page` counts:
     int64 token ids of at most one page, as bytes.
@@ -47,6 +52,19 @@ class Prompts:
 
     def __len__(self) -> int:
         return len(self.prompts)
+
+    def page_keys(self, prompt: Prompt) -> array[int]:
+        """A token for each whole page of `prompt`: the prefix id of the block in which the page ends."""
+        blocks = self._last_blocks[: prompt.tokens // self.page_size]
+        keys = array("q")
+        keys.frombytes(np.array(prompt.prefix_ids, dtype=np.int64)[blocks].tobytes())
+        return keys
+
+    @cached_property
+    def _last_blocks(self) -> PageArray:
+        """For each page of the longest prompt, the block in which it ends."""
+        ends = np.arange(1, self.longest_pages + 1, dtype=np.int64) * self.page_size
+        return (ends - 1) // self.block_tokens
 
     @property
     def longest_pages(self) -> int:

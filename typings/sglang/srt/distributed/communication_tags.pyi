@@ -1,4 +1,9 @@
 from enum import IntEnum
 
+from sglang_releases import SINCE_0_5_23
+
 class P2PTag(IntEnum):
-    HIRADIX_PP_SYNC = ...
+    if SINCE_0_5_23:
+        HICACHE_PP_SYNC = ...
+    else:
+        HIRADIX_PP_SYNC = ...

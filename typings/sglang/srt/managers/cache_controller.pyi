@@ -5,6 +5,7 @@ import torch
 from sglang.srt.mem_cache.allocator.base import BaseTokenToKVPoolAllocator
 from sglang.srt.mem_cache.l2_transfer import L2TransferEngine
 from sglang.srt.mem_cache.pool_host import HostKVCache, HostPoolGroup
+from sglang_releases import SINCE_0_5_23
 from torch.distributed import ProcessGroup
 
 # torch.cuda, torch.cpu or the like, of which it takes events.
@@ -66,4 +67,5 @@ class HiCacheController:
         self, host_indices: torch.Tensor, priority: int | None = None, node_id: int = -1
     ) -> torch.Tensor | None: ...
     def start_loading(self) -> int: ...
-    def evict_device(self, device_indices: torch.Tensor) -> int: ...
+    if not SINCE_0_5_23:
+        def evict_device(self, device_indices: torch.Tensor) -> int: ...

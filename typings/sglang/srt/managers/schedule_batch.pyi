@@ -4,6 +4,7 @@ from dataclasses import dataclass
 import torch
 from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
 from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang_releases import SINCE_0_5_23
 
 @dataclass(kw_only=True)
 class ReqKvInfo:
@@ -24,7 +25,8 @@ class Req:
     def __init__(
         self, rid: str, origin_input_text: str, origin_input_ids: array[int], sampling_params: SamplingParams
     ) -> None: ...
-    def set_extend_range(self, start: int, end: int) -> None: ...
+    if not SINCE_0_5_23:
+        def set_extend_range(self, start: int, end: int) -> None: ...
     def get_fill_ids(self) -> array[int]: ...
 
 class ScheduleBatch:

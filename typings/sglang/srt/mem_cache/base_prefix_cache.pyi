@@ -4,12 +4,13 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from sglang.srt.managers.cache_controller import HiCacheController
-from sglang.srt.managers.schedule_batch import ReqKvInfo
+from sglang.srt.managers.schedule_batch import Req, ReqKvInfo
 from sglang.srt.mem_cache.allocator.base import BaseTokenToKVPoolAllocator
 from sglang.srt.mem_cache.events import KVCacheEventRecorder
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.observability.metrics_collector import RadixCacheMetricsCollector
+from sglang_releases import SINCE_0_5_23
 
 # What a cache calls its nodes: any object, which only the cache that made it can read.
 _NodeHandle: TypeAlias = Any
@@ -28,7 +29,10 @@ class MatchPrefixParams:
 class InsertParams:
     key: RadixKey
     value: torch.Tensor | None = None
-    chunked: bool = False
+    if SINCE_0_5_23:
+        inserted_len: int = 0
+    else:
+        chunked: bool = False
     priority: int = 0
 
 @dataclass(kw_only=True)
@@ -62,12 +66,22 @@ class InitLoadBackParams:
     host_hit_length: int
     mem_quota: int | None = None
 
-class MatchResult(NamedTuple):
-    device_indices: torch.Tensor
-    last_device_node: _NodeHandle
-    last_host_node: _NodeHandle
-    best_match_node: _NodeHandle
-    host_hit_length: int = 0
+# A named tuple is written out for each: mypy takes no condition inside one.
+if SINCE_0_5_23:
+    class MatchResult(NamedTuple):
+        device_prefix_len: int
+        last_device_node: _NodeHandle
+        last_host_node: _NodeHandle
+        best_match_node: _NodeHandle
+        host_hit_length: int = 0
+
+else:
+    class MatchResult(NamedTuple):
+        device_indices: torch.Tensor
+        last_device_node: _NodeHandle
+        last_host_node: _NodeHandle
+        best_match_node: _NodeHandle
+        host_hit_length: int = 0
 
 class BasePrefixCache(abc.ABC):
     req_to_token_pool: ReqToTokenPool
@@ -94,6 +108,13 @@ class BasePrefixCache(abc.ABC):
     def evictable_size(self) -> int: ...
     def protected_size(self) -> int: ...
     def total_size(self) -> int: ...
-    def init_load_back(self, params: InitLoadBackParams) -> tuple[torch.Tensor, _NodeHandle] | None: ...
+    if SINCE_0_5_23:
+        def init_load_back(self, params: InitLoadBackParams) -> tuple[int, _NodeHandle] | None: ...
+        def path_device_indices(self, node: _NodeHandle) -> torch.Tensor: ...
+        def touch_prefix(self, key: RadixKey) -> None: ...
+        def checkpoint(self, req: Req, *, up_to: int) -> None: ...
+        def on_release(self, req: Req, *, checkpointed: bool) -> None: ...
+    else:
+        def init_load_back(self, params: InitLoadBackParams) -> tuple[torch.Tensor, _NodeHandle] | None: ...
     def ready_to_load_host_cache(self) -> int: ...
     def check_hicache_events(self) -> None: ...

@@ -3,6 +3,7 @@ from typing import Any
 
 from sglang.srt.mem_cache.allocator.base import BaseTokenToKVPoolAllocator
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+from sglang_releases import SINCE_0_5_23
 from torch.distributed import ProcessGroup
 
 @dataclass(kw_only=True)
@@ -18,7 +19,8 @@ class CacheInitParams:
     pp_cache_group: ProcessGroup | None = None
     eviction_policy: str = "lru"
     eviction_policy_config: dict[str, Any] | None = None
-    disable_finished_insert: bool = False
+    if not SINCE_0_5_23:
+        disable_finished_insert: bool = False
     enable_metrics: bool = False
     enable_kv_cache_events: bool = False
     pp_rank: int = 0

@@ -3,6 +3,7 @@ from typing import Any, TypeAlias
 import torch
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.index_key_cache import IndexKeyCache
+from sglang_releases import SINCE_0_5_23
 
 # Anything that has the attributes of SGLang's `Req` that are read.
 _Request: TypeAlias = Any
@@ -83,14 +84,24 @@ class MLATokenToKVPool(KVCache):
         cache_v: torch.Tensor,
         layer_id_override: int | None = None,
     ) -> None: ...
-    def set_mla_kv_buffer(
-        self,
-        layer: RadixAttention,
-        loc: torch.Tensor,
-        cache_k_nope: torch.Tensor,
-        cache_k_rope: torch.Tensor,
-        layer_id_override: int | None = None,
-    ) -> None: ...
+    if SINCE_0_5_23:
+        def set_mla_kv_buffer(
+            self,
+            layer: RadixAttention,
+            loc_info: torch.Tensor,
+            cache_k_nope: torch.Tensor,
+            cache_k_rope: torch.Tensor,
+            layer_id_override: int | None = None,
+        ) -> None: ...
+    else:
+        def set_mla_kv_buffer(
+            self,
+            layer: RadixAttention,
+            loc: torch.Tensor,
+            cache_k_nope: torch.Tensor,
+            cache_k_rope: torch.Tensor,
+            layer_id_override: int | None = None,
+        ) -> None: ...
     def get_key_buffer(self, layer_id: int) -> torch.Tensor: ...
     def get_value_buffer(self, layer_id: int) -> torch.Tensor: ...
     def get_mla_kv_buffer(

@@ -19,6 +19,7 @@ from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.events import KVCacheEventRecorder
 from sglang.srt.mem_cache.evict_policy import EvictionStrategy
 from sglang.srt.mem_cache.memory_pool import _Request
+from sglang_releases import SINCE_0_5_23
 from typing_extensions import override
 
 class RadixKey:
@@ -50,7 +51,8 @@ class TreeNode:
     key: RadixKey
     value: torch.Tensor | None
     lock_ref: int
-    host_ref_counter: int
+    if not SINCE_0_5_23:
+        host_ref_counter: int
     hit_count: int
     priority: int
     last_access_time: float
@@ -58,8 +60,9 @@ class TreeNode:
     hash_value: list[str] | None
     event_hash_value: list[str] | None
     def __init__(self, id: int | None = None, priority: int = 0) -> None: ...
-    def protect_host(self) -> None: ...
-    def release_host(self) -> None: ...
+    if not SINCE_0_5_23:
+        def protect_host(self) -> None: ...
+        def release_host(self) -> None: ...
 
 class RadixCache(BasePrefixCache):
     is_eagle: bool
@@ -76,8 +79,9 @@ class RadixCache(BasePrefixCache):
     @override
     def match_prefix(self, params: MatchPrefixParams) -> MatchResult: ...
     def insert(self, params: InsertParams) -> InsertResult: ...
-    def cache_finished_req(self, req: _Request, is_insert: bool = True, *, kv_len_to_handle: int) -> None: ...
-    def cache_unfinished_req(self, req: _Request, chunked: bool = False) -> None: ...
+    if not SINCE_0_5_23:
+        def cache_finished_req(self, req: _Request, is_insert: bool = True, *, kv_len_to_handle: int) -> None: ...
+        def cache_unfinished_req(self, req: _Request, chunked: bool = False) -> None: ...
     @override
     def evict(self, params: EvictParams) -> EvictResult: ...
     @override

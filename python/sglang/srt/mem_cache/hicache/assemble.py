@@ -86,6 +86,7 @@ def assemble_cache(
         page_size=layout.page_size,
         mem_layout=settings.mem_layout,
         ranks_on_machine=settings.ranks_on_machine,
+        budget=settings.host_budget,
     )
     controller = assemble_controller(
         params, layout=layout, settings=settings, slots=slots, host_pool=host_pool, agreement=agreement

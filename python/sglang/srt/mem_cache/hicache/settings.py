@@ -12,8 +12,9 @@ from sglang.srt.mem_cache.layouts.config import GroupKind
 from sglang.srt.mem_cache.layouts.errors import LayoutConfigError
 
 from .accepted import WRITE_POLICIES
-from .host.memory import ranks_on_this_machine
+from .host.memory import HostBudget, ranks_on_this_machine
 from .host.sizes import check_gb, check_ratio, check_whole
+from .seam.server_flags import host_budget
 
 if TYPE_CHECKING:
     from .accepted import WritePolicy
@@ -58,7 +59,8 @@ def check_write_policy(policy: str) -> None:
 class HiCacheSettings:
     """The values of SGLang's ``--hicache-*`` flags that the cache reads.
 
-    Host memory is `host_gb` x 10^9 bytes a rank if positive, else `host_ratio` x the device pool's rows.
+    Host memory is `host_gb` x 10^9 bytes a rank if positive, else `host_ratio` x the device pool's rows. `host_budget`
+    is given where SGLang reckoned that ratio from the memory that is free.
     `load_back_threshold` is in logical tokens: a shorter host hit is recomputed. `ranks_on_machine` share the memory.
     A rank waits for another one for `peer_seconds` at most; None means the process group's time-out.
     Raises `LayoutConfigError` for an unknown write policy or a size that no machine has.
@@ -74,6 +76,7 @@ class HiCacheSettings:
     model_name: str | None = None
     peer_seconds: float | None = None
     ranks_on_machine: int = 1
+    host_budget: HostBudget | None = None
 
     def __post_init__(self) -> None:
         check_write_policy(self.write_policy)
@@ -89,7 +92,7 @@ class HiCacheSettings:
     @classmethod
     def from_server(cls) -> HiCacheSettings:
         """The values that SGLang published for this process."""
-        memory = get_memory()
+        memory, budget = get_memory(), host_budget()
         return cls(
             write_policy=memory.hicache_write_policy,
             io_backend=memory.hicache_io_backend,
@@ -100,6 +103,7 @@ class HiCacheSettings:
             model_name=get_serving().served_model_name,
             peer_seconds=peer_seconds(),
             ranks_on_machine=ranks_on_this_machine(get_parallel()),
+            host_budget=None if budget is None else HostBudget(fraction=budget[0], machine_bytes=budget[1]),
         )
 
 

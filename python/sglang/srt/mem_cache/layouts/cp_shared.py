@@ -20,7 +20,7 @@ within one page, short prompts do not all land on rank 0, and every rank compute
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -43,8 +43,9 @@ class CpHiCacheNodeMetadata:
     """One rank's view of a node's host copy.
 
     `lanes` is the owner of each page, int16, shape ``[pages]``, equal on all ranks; `host_pages` are the
-    host pages of the pages that `cp_rank` owns, int64, in node order. Raises `LayoutInvariantError` if the
-    number of host pages is not the number of owned pages.
+    host pages of the pages that `cp_rank` owns, int64, in node order. `pages_per_rank` are the pages that each
+    rank owns, counted once: host room is accounted in them. Raises `LayoutInvariantError` if the number of host
+    pages is not the number of owned pages.
     """
 
     page_size: int
@@ -52,9 +53,11 @@ class CpHiCacheNodeMetadata:
     cp_rank: int
     lanes: LaneArray
     host_pages: PageArray
+    pages_per_rank: tuple[int, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        owned = int(np.count_nonzero(self.lanes == self.cp_rank))
+        object.__setattr__(self, "pages_per_rank", _pages_per_lane(self.lanes, self.cp_size))
+        owned = self.pages_per_rank[self.cp_rank]
         if owned != len(self.host_pages):
             raise LayoutInvariantError(
                 f"rank {self.cp_rank} owns {owned} pages of the node but holds {len(self.host_pages)} host pages"
@@ -79,11 +82,6 @@ class CpHiCacheNodeMetadata:
     def host_indices(self) -> torch.Tensor:
         """Host rows of the owned tokens, in the order of `owned_positions`: CPU int64, shape ``[owned tokens]``."""
         return tokens_of_pages(self.host_pages, self.page_size)
-
-    @property
-    def pages_per_rank(self) -> tuple[int, ...]:
-        """Pages that each rank owns."""
-        return _pages_per_lane(self.lanes, self.cp_size)
 
     @property
     def legacy_host_value(self) -> None:

@@ -4,44 +4,50 @@ from __future__ import annotations
 
 import random
 import re
-from dataclasses import replace
+from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import pytest
 from sglang.test.ci.ci_register import register_cpu_ci
 from typing_extensions import override
 
-from kvlayouts.common.errors import InputError
 from kvlayouts.common.trace import DEFAULT_TRACE, Trace, TraceRequest, read_trace
 from kvlayouts.common.values import TRACE_BLOCK_TOKENS, EvictionPolicy, WritePolicy
-from kvlayouts.plan.chains import ChainLanes, device_pages_by_lane
+from kvlayouts.main import main
 from kvlayouts.plan.prompts import read_prompts
 from kvlayouts.plan.simulation import CacheSimulation, SimulatedHits
 from kvlayouts.ranks.job import RankOrder
 from kvlayouts.replay.config import ReplayConfig
 from kvlayouts.replay.driver import ReplayJob, run_replay
-from sglang.srt.mem_cache.layouts import CpSharedLayout, LayoutConfig, create_layout
+from sglang.srt.mem_cache.layouts import CpSharedLayout, LayoutConfig, LayoutConfigError, create_layout
 from support.replays import make_trace, small_config, write_trace
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from kvlayouts.plan.prompts import Prompts
-    from sglang.srt.mem_cache.layouts import BackupPlan, CpHiCacheNodeMetadata
-    from sglang.srt.mem_cache.layouts.pages import LaneArray, PageArray
+    from sglang.srt.mem_cache.layouts import CpHiCacheNodeMetadata
+    from sglang.srt.mem_cache.layouts.pages import LaneArray
+    from sglang.srt.mem_cache.layouts.registry import AnyKVLayoutStrategy
 
 register_cpu_ci(est_time=60, suite="base-a-test-cpu")
 
-RANDOM_CASES = 24
+CASES: tuple[tuple[str, WritePolicy, float], ...] = tuple(
+    product(("identity", "cp_shared"), get_args(WritePolicy), (0.5, 1, 2, 5))
+)
 
 
-def _simulation(config: ReplayConfig, name: str, prompts: Prompts) -> CacheSimulation:
-    layout = create_layout(LayoutConfig(name=name, page_size=config.page_size, shard_size=config.cp_size))
+def _simulation(config: ReplayConfig, name: str, prompts: Prompts) -> CacheSimulation[Any]:
+    def layout(page_size: int) -> AnyKVLayoutStrategy:
+        return create_layout(LayoutConfig(name=name, page_size=page_size, shard_size=config.cp_size))
+
+    bases = [layout(config.page_size).chain_base(content, "") for content in prompts.first_pages]
     return CacheSimulation(
         prompts,
-        ChainLanes(layout, prompts.first_pages, prompts.longest_pages),
-        device_pages=device_pages_by_lane(layout, config.device_pages),
+        layout(1),
+        bases,
+        device_pages=config.device_pages,
         host_pages=config.host_pages + 1,  # SGLang adds one
         policy=config.policy,
         eviction_policy=config.eviction_policy,
@@ -68,9 +74,9 @@ def _branching(*, requests: int, blocks: int, seed: int) -> list[TraceRequest]:
 
 
 def _make_case(folder: Path, number: int) -> tuple[ReplayConfig, str, Trace]:
-    """A random trace, layout and cache, often as small as the longest prompt allows."""
+    """A random trace and cache for each layout, policy and host ratio, often as small as the longest prompt allows."""
     draw = random.Random(number)
-    name = draw.choice(["identity", "cp_shared"])
+    name, policy, host_ratio = CASES[number]
     page_size, ranks = draw.choice([1, 4, 16, 40, 64]), draw.choice([1, 2, 3, 4])
     requests = _branching(requests=90, blocks=draw.choice([3, 8, 14]), seed=draw.randrange(10**6))
     trace = read_trace(
@@ -84,8 +90,8 @@ def _make_case(folder: Path, number: int) -> tuple[ReplayConfig, str, Trace]:
         device_tokens=device_tokens,
         cp_size=ranks,
         page_size=page_size,
-        host_ratio=max(draw.choice([0.3, 0.6, 1, 2, 5]), page_size / device_tokens),
-        policy=draw.choice(get_args(WritePolicy)),
+        host_ratio=max(host_ratio, page_size / device_tokens),
+        policy=policy,
         eviction_policy=draw.choice(get_args(EvictionPolicy)),
         block_tokens=trace.block_tokens,
         verify="off",
@@ -107,7 +113,7 @@ def _one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_one_rank")
-@pytest.mark.parametrize("number", range(RANDOM_CASES))
+@pytest.mark.parametrize("number", range(len(CASES)))
 def test_each_request_hits_evicts_and_moves_in_the_simulation_what_it_does_in_the_real_cache(
     number: int, tmp_path: Path
 ) -> None:
@@ -119,8 +125,10 @@ def test_each_request_hits_evicts_and_moves_in_the_simulation_what_it_does_in_th
     try:
         for line, (request, prompt) in enumerate(zip(trace.requests, prompts, strict=True), 1):
             expected = real._serve(request)  # noqa: SLF001  # `run` compares digests over a group of several ranks
-            served = simulation._serve(prompt)  # noqa: SLF001
-            assert served == expected, f"request {line} of {config}"
+            assert simulation.serve(prompt) == expected, f"request {line} of {config}"
+            used = (simulation.slots.room_pages().tolist(), simulation.controller.ledger.free_pages)
+            ledger = real.cache.cache_controller.ledger
+            assert used == (real.cache.slots.room_pages().tolist(), ledger.free_pages), f"after request {line}"
         # Whatever a whole run reports must be right as well: the trace again, from an empty cache.
         hits, stats = _simulate(config, name, trace), real.cache.stats
         found = (
@@ -145,11 +153,9 @@ def test_each_request_hits_evicts_and_moves_in_the_simulation_what_it_does_in_th
         real.cache.release_host_resources()
 
 
-def test_the_random_cases_reach_every_policy_order_and_tier(tmp_path: Path) -> None:
-    cases = [_make_case(tmp_path, number) for number in range(RANDOM_CASES)]
-    assert {config.policy for config, _, _ in cases} == set(get_args(WritePolicy))
+def test_the_random_cases_reach_every_order_and_tier(tmp_path: Path) -> None:
+    cases = [_make_case(tmp_path, number) for number in range(len(CASES))]
     assert {config.eviction_policy for config, _, _ in cases} == set(get_args(EvictionPolicy))
-    assert {name for _, name, _ in cases} == {"identity", "cp_shared"}
     hits = [_simulate(config, name, trace) for config, name, trace in cases]
     for field in ("host_hit_tokens", "evicted_device_tokens", "evicted_host_tokens", "refused_backups"):
         assert sum(getattr(found, field) > 0 for found in hits) >= 3, f"hardly any case has {field}"
@@ -242,22 +248,36 @@ class _MovesPages(CpSharedLayout):
         return (super().load_lanes(parts) + 1) % self.lane_count
 
 
-class _CopiesTwice(CpSharedLayout):
-    """Wants two host pages for each page."""
+def test_pages_lie_where_the_strategy_loads_them() -> None:
+    prompts = _make_prompts(*((32, (chain, chain)) for chain in (1, 2, 3, 1)), block_tokens=16, page_size=16)
+    simulation = CacheSimulation(
+        prompts,
+        _MovesPages(page_size=1, cp_size=3, cp_rank=0),
+        [0, 0, 0],
+        device_pages=2,
+        host_pages=4,
+        policy="write_through",
+        eviction_policy="lru",
+    )
+    served = [simulation.serve(prompt) for prompt in prompts]
+    assert served[-1] == (0, 16, 16)  # the last page is computed, in the lane that follows in its chain
+    first_page = prompts.page_keys(prompts.prompts[0])[0]
+    loaded = next(node for node in simulation.parts.tree.nodes() if first_page in node.key.token_ids)
+    assert simulation.parts.accounting.lane_pages(loaded).tolist() == [0, 1, 0]
 
-    name = "copies_twice"
 
-    @override
-    def plan_backup(self, slot_pages: PageArray) -> BackupPlan:
-        plan = super().plan_backup(slot_pages)
-        return replace(plan, demand_pages=tuple(2 * pages for pages in plan.demand_pages))
+def test_a_strategy_that_cannot_have_pages_of_one_token_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def from_config(config: LayoutConfig) -> CpSharedLayout:
+        if config.page_size < 16:
+            raise LayoutConfigError(f"page_size must be 16 or more, got {config.page_size}")
+        return CpSharedLayout(page_size=config.page_size, cp_size=config.shard_size, cp_rank=config.shard_rank)
 
-
-def test_a_strategy_whose_loads_need_other_lanes_than_its_backups_is_refused() -> None:
-    with pytest.raises(InputError, match="moves_pages: loads pages into other lanes"):
-        ChainLanes(_MovesPages(page_size=4, cp_size=2, cp_rank=0), [b"first"], 8)
-
-
-def test_a_strategy_that_needs_other_than_one_host_page_a_page_is_refused() -> None:
-    with pytest.raises(InputError, match=r"copies_twice: backs \(4, 4\) pages of the lanes up in \(8, 8\) host pages"):
-        ChainLanes(_CopiesTwice(page_size=4, cp_size=2, cp_rank=0), [b"first"], 9)
+    monkeypatch.setattr(CpSharedLayout, "from_config", from_config)
+    trace = write_trace(tmp_path / "trace.jsonl", _branching(requests=3, blocks=3, seed=1))
+    assert main(["plan", str(trace), "--kv-bytes-per-token", "100", "--gpus", "2", "--layout", "cp_shared"]) == 2
+    assert capsys.readouterr().err == (
+        "kvlayouts: error: --layout cp_shared: page_size must be 16 or more, got 1; "
+        "plan counts in pages and needs a strategy that takes --page-size 1\n"
+    )

@@ -71,11 +71,13 @@ def test_a_stopped_rank_that_nobody_waits_for_is_noticed_by_its_silence(monkeypa
     monkeypatch.setattr(processes, "_BLAME_SECONDS", 2.0)
     monkeypatch.setattr(processes, "_END_SECONDS", 1.0)
     stopped: list[int] = []
+    heard: list[str] = []
 
     def stop_rank_1(label: str, done: int) -> None:
-        victim = next(process.pid for process in rank_processes() if process.name == "kvlayouts-rank-1")
-        assert victim is not None
-        if not stopped:
+        heard.append(label)  # once from each rank; one that has said nothing yet has two minutes to start
+        if len(heard) == 2:
+            victim = next(process.pid for process in rank_processes() if process.name == "kvlayouts-rank-1")
+            assert victim is not None
             os.kill(victim, signal.SIGSTOP)
             stopped.append(victim)
 

@@ -21,7 +21,7 @@ PACKAGE = "sglang.srt.mem_cache.hicache"
 ROOT = Path(next(iter(sglang.srt.mem_cache.hicache.__path__)))
 # From low to high. A folder stands for all its modules; those of one line may import each other.
 ORDER = (
-    ("accepted", "errors", "waits", "agreement", "runtime"),
+    ("seam", "accepted", "releases", "errors", "waits", "agreement", "runtime"),
     ("slots",),
     ("device",),
     ("host",),

@@ -120,7 +120,7 @@ class _OtherMetadata(CpSharedLayout):
     @override
     def finish_backup(self, plan: BackupPlan, host_pages: PageArray) -> CpHiCacheNodeMetadata:
         right = super().finish_backup(plan, host_pages)
-        return self.kind(**{field.name: getattr(right, field.name) for field in fields(right)})
+        return self.kind(**{field.name: getattr(right, field.name) for field in fields(right) if field.init})
 
 
 class _SplitSwapsHalves(_OtherMetadata):

@@ -1,12 +1,14 @@
 import torch
 from sglang.srt.mem_cache.memory_pool import KVCache
+from sglang_releases import SINCE_0_5_23
 
 HICACHE_HOST_MEMORY_RESERVE_BYTES: int
 
 def host_memory_budget_bytes() -> int: ...
 
 class HostKVCache:
-    device_pool: KVCache
+    if not SINCE_0_5_23:
+        device_pool: KVCache
     page_size: int
     layout: str
     size: int

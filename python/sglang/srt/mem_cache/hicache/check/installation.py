@@ -15,6 +15,8 @@ from typing_extensions import override
 from sglang.srt.mem_cache.layouts.errors import LayoutConfigError
 from sglang.srt.mem_cache.layouts.registry import known_layouts
 
+from ..releases import supported_releases
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
@@ -45,19 +47,16 @@ def check_installation() -> Iterator[CheckLine]:
             yield check()
         except Exception as error:  # a wrong release may fail in any way; the others are checked all the same
             reason = (str(error).splitlines() or [""])[0]
-            yield _failed(name, f"{type(error).__name__}: {reason}", "install sglang==0.5.20 beside this distribution")
+            yield _failed(name, f"{type(error).__name__}: {reason}", f"{_install()} beside this distribution")
 
 
 def _release() -> CheckLine:
-    from ..server.args import SUPPORTED_RELEASES
-
-    accepted = ", ".join(SUPPORTED_RELEASES)
     try:
         found = version("sglang")
     except PackageNotFoundError:
-        return _failed("SGLang release", "not installed", f"install sglang=={SUPPORTED_RELEASES[-1]}")
-    if found not in SUPPORTED_RELEASES:
-        return _failed("SGLang release", f"{found}, needed: {accepted}", f"install sglang=={SUPPORTED_RELEASES[-1]}")
+        return _failed("SGLang release", "not installed", _install())
+    if found not in supported_releases():
+        return _failed("SGLang release", f"{found}, needed: {' or '.join(supported_releases())}", _install())
     return _ok("SGLang release", found)
 
 
@@ -67,14 +66,19 @@ def _signatures() -> CheckLine:
         return _failed("signatures", "the table of signatures is missing", "reinstall sglang-kv-layouts")
     from .signatures import check_signatures
 
-    report = check_signatures(folder)
+    found = version("sglang")
+    # An unknown release is compared with the one that it is most like, so that only what drifted is named.
+    likely = [found] if found in supported_releases() else list(reversed(supported_releases()))
+    reports = {release: check_signatures(folder, release=release) for release in likely}
+    release = min(reports, key=lambda name: len(reports[name].mismatches))
+    report = reports[release]
     compared = f"{report.symbols} names in {report.modules} modules"
     if report.mismatches:
         shown = "; ".join(str(mismatch) for mismatch in report.mismatches[:_SHOWN_MISMATCHES])
         return _failed(
-            "signatures", f"{len(report.mismatches)} of {compared} differ: {shown}", "install sglang==0.5.20"
+            "signatures", f"{len(report.mismatches)} of {compared} differ from {release}: {shown}", _install()
         )
-    return _ok("signatures", f"{compared} as expected")
+    return _ok("signatures", f"{compared} as in {release}")
 
 
 def _hooks() -> CheckLine:
@@ -126,6 +130,10 @@ def _layouts() -> CheckLine:
                 "layout strategies", found, "without settings it must build for two ranks and pages of 64 tokens"
             )
     return _ok("layout strategies", ", ".join(known_layouts()))
+
+
+def _install() -> str:
+    return f"install sglang=={supported_releases()[-1]}"
 
 
 def _ok(name: str, found: str) -> CheckLine:

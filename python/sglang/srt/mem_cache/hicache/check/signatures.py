@@ -9,6 +9,9 @@ imported, and each name that the file declares is looked up there::
     class C(B)           a class with B among its bases; an enum's values and a dataclass's fields as declared
     def f(a, *, b=1)     every call that the stub allows can be made: see `signature_parameters`
 
+Of ``if SINCE_0_5_23:`` only the branch of the release in question counts, see `releases`. A module of which nothing is
+left is none of that release's.
+
 Types are not compared, as SGLang annotates few. What exists for type checkers only is left out: aliases annotated
 ``TypeAlias`` and classes marked ``@type_check_only``. Any other statement is reported, never skipped.
 """
@@ -28,6 +31,7 @@ from typing_extensions import override
 
 from sglang.srt.mem_cache.layouts.errors import LayoutConfigError
 
+from ..releases import declares_something, stub_for
 from .parameters import call_differences, declared_parameters, field_parameters
 
 if TYPE_CHECKING:
@@ -63,8 +67,8 @@ class SignatureReport:
     mismatches: tuple[SignatureMismatch, ...]
 
 
-def check_signatures(stub_dir: Path, *, package: str = "sglang") -> SignatureReport:
-    """Compare the stubs below `stub_dir` of `package` and its subpackages with what is installed.
+def check_signatures(stub_dir: Path, *, release: str, package: str = "sglang") -> SignatureReport:
+    """Compare the stubs of `package` and its subpackages, as `release` has them, with what is installed.
 
     Imports every module that has a stub, for SGLang a matter of ten seconds; a module that cannot be imported is a
     mismatch. Raises `LayoutConfigError` if `stub_dir` holds no stub of `package`.
@@ -73,14 +77,18 @@ def check_signatures(stub_dir: Path, *, package: str = "sglang") -> SignatureRep
     files = sorted([*root.rglob("*.pyi"), *root.parent.glob(f"{root.name}.pyi")])
     if not files:
         raise LayoutConfigError(f"stub directory must hold stubs (.pyi) of {package}, got {stub_dir}")
-    symbols, mismatches = 0, []
+    modules, symbols, mismatches = 0, 0, []
     for file in files:
+        stub = stub_for(ast.parse(file.read_text(encoding="utf-8"), str(file)), release)
+        if not declares_something(stub.body):
+            continue
+        modules += 1
         name = ".".join(file.relative_to(stub_dir).with_suffix("").parts).removesuffix(".__init__")
         module_check = _ModuleCheck(name)
-        module_check.run(ast.parse(file.read_text(encoding="utf-8"), str(file)))
+        module_check.run(stub)
         symbols += module_check.symbols
         mismatches += module_check.mismatches
-    return SignatureReport(modules=len(files), symbols=symbols, mismatches=tuple(mismatches))
+    return SignatureReport(modules=modules, symbols=symbols, mismatches=tuple(mismatches))
 
 
 class _ModuleCheck:

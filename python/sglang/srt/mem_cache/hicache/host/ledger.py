@@ -57,7 +57,9 @@ class HostLedger:
 
     def missing_pages(self, demand_pages: Sequence[int]) -> tuple[int, ...]:
         """Pages that must be freed in each lane before `demand_pages` can be admitted; all 0 if it can be."""
-        return tuple(max(needed - free, 0) for needed, free in zip(demand_pages, self._free, strict=True))
+        return tuple(
+            [needed - free if needed > free else 0 for needed, free in zip(demand_pages, self._free, strict=True)]
+        )
 
     def admits(self, demand_pages: Sequence[int]) -> bool:
         """Whether every lane has room for `demand_pages`."""

@@ -24,14 +24,30 @@ CPU_RESERVE_BYTES: Final = 1 << 30
 
 CONTROL_GROUPS = Path("/sys/fs/cgroup")
 OWN_CONTROL_GROUPS = Path("/proc/self/cgroup")
+FRACTION_FLAG: Final = "--hicache-host-memory-fraction"
 
 
-def refuse_too_large(asked: str, *, rank_bytes: int, ranks: int, reserve_bytes: int, parts: str) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostBudget:
+    """Host memory of all ranks of this machine, as SGLang measured it once for ``--hicache-host-memory-fraction``."""
+
+    fraction: float
+    machine_bytes: int
+
+    @property
+    def flag(self) -> str:
+        """The flag that decides the size, with its value."""
+        return f"{FRACTION_FLAG} {self.fraction:g}"
+
+
+def refuse_too_large(
+    asked: str, *, rank_bytes: int, ranks: int, reserve_bytes: int, parts: str, budget: HostBudget | None = None
+) -> None:
     """Raise `LayoutConfigError` where `ranks` on this machine, `rank_bytes` each, need more than it has left.
 
-    `asked` are the flags with their values, `parts` what the bytes are for.
+    `asked` are the flags with their values, `parts` what the bytes are for. With a `budget`, that is what is left.
     """
-    left = max(available_bytes() - reserve_bytes, 0)
+    left = max(available_bytes() - reserve_bytes, 0) if budget is None else budget.machine_bytes
     if ranks * rank_bytes > left:
         together = f"{ranks} ranks on this machine need" if ranks > 1 else "one rank needs"
         raise LayoutConfigError(

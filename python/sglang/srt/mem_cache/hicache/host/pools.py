@@ -31,6 +31,8 @@ from .sizes import check_gb, check_ratio, host_pages, host_pool_bytes, size_flag
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from .memory import HostBudget
+
 AnyHostPool: TypeAlias = HostKVCache | HostPoolGroup
 
 
@@ -42,6 +44,7 @@ def build_host_pool(
     page_size: int,
     mem_layout: str,
     ranks_on_machine: int = 1,
+    budget: HostBudget | None = None,
     allocator_type: str = "default",
 ) -> AnyHostPool:
     """The host pool of one rank: `size_gb` x 10^9 bytes of KV if positive, else `ratio` x the device pool's slots.
@@ -51,12 +54,13 @@ def build_host_pool(
 
     Raises `LayoutConfigError`, before anything is allocated, for a pool that HiCache does not serve, a page size that
     is not the pool's, sizes that leave no page, or more than the machine has for `ranks_on_machine` such pools,
-    sidecars included; SGLang's `ValueError` for an unknown layout. If the DSA sidecar fails, the anchor is freed.
+    sidecars included; where `budget` made `ratio`, more than that. SGLang's `ValueError` for an unknown layout. If the
+    DSA sidecar fails, the anchor is freed.
     """
     kind = pool_kind(device_pool)
     if page_size != device_pool.page_size:
         raise LayoutConfigError(f"page_size must be the device pool's {device_pool.page_size}, got {page_size}")
-    _refuse_sizes(device_pool, ratio, size_gb, ranks_on_machine)
+    _refuse_sizes(device_pool, ratio, size_gb, ranks_on_machine, budget)
     if kind is PoolKind.DSA and isinstance(device_pool, DSATokenToKVPool):
         anchor = MLATokenToKVPoolHost(
             device_pool,
@@ -79,7 +83,9 @@ def build_host_pool(
     )
 
 
-def _refuse_sizes(device_pool: KVCache, ratio: float, size_gb: float, ranks_on_machine: int) -> None:
+def _refuse_sizes(
+    device_pool: KVCache, ratio: float, size_gb: float, ranks_on_machine: int, budget: HostBudget | None
+) -> None:
     """What only a rank can judge, since it alone knows the size of its device pool. Raises `LayoutConfigError`."""
     check_ratio("--hicache-ratio", ratio)
     check_gb("--hicache-size", size_gb)
@@ -94,9 +100,10 @@ def _refuse_sizes(device_pool: KVCache, ratio: float, size_gb: float, ranks_on_m
         device_tokens=device_pool.size,
         page_size=device_pool.page_size,
         kv_slot_bytes=kv_bytes,
+        asked=None if budget is None else budget.flag,
     )
     refuse_too_large(
-        size_flag(ratio, size_gb),
+        budget.flag if budget else size_flag(ratio, size_gb),
         rank_bytes=host_pool_bytes(
             pages=pages,
             page_size=device_pool.page_size,
@@ -106,6 +113,7 @@ def _refuse_sizes(device_pool: KVCache, ratio: float, size_gb: float, ranks_on_m
         ranks=ranks_on_machine,
         reserve_bytes=base.HICACHE_HOST_MEMORY_RESERVE_BYTES,
         parts="KV and index" if index_bytes else "KV",
+        budget=budget,
     )
 
 

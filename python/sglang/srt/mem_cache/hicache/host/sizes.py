@@ -29,6 +29,13 @@ def check_gb(flag: str, gigabytes: object) -> float:
     return gigabytes
 
 
+def check_fraction(flag: str, fraction: object) -> float:
+    """`fraction`. Raises `LayoutConfigError` unless it is a number above 0 and at most 1."""
+    if not _is_number(fraction) or not 0 < fraction <= 1:
+        raise LayoutConfigError(f"{flag} {_shown(fraction)}: must be above 0 and at most 1")
+    return fraction
+
+
 def check_whole(flag: str, number: object, low: int) -> int:
     """`number`. Raises `LayoutConfigError` unless it is a whole number of at least `low`."""
     if not isinstance(number, int) or isinstance(number, bool) or number < low:
@@ -41,10 +48,19 @@ def size_flag(ratio: float, gigabytes: float) -> str:
     return f"--hicache-size {gigabytes:g}" if gigabytes > 0 else f"--hicache-ratio {ratio:g}"
 
 
-def host_pages(*, ratio: float, gigabytes: float, device_tokens: int, page_size: int, kv_slot_bytes: int) -> int:
+def host_pages(
+    *,
+    ratio: float,
+    gigabytes: float,
+    device_tokens: int,
+    page_size: int,
+    kv_slot_bytes: int,
+    asked: str | None = None,
+) -> int:
     """Whole pages of the host pool beside a device pool of `device_tokens`, as SGLang rounds them.
 
-    Both sizes have been checked. Raises `LayoutConfigError` where not even one page remains.
+    Both sizes have been checked; `asked` is the flag that they came from, where it is neither of theirs. Raises
+    `LayoutConfigError` where not even one page remains.
     """
     if gigabytes > 0:
         pages = int(gigabytes * BYTES_PER_GB // kv_slot_bytes) // page_size
@@ -53,9 +69,10 @@ def host_pages(*, ratio: float, gigabytes: float, device_tokens: int, page_size:
         pages = int(device_tokens * ratio) // page_size
         least = page_size / device_tokens
     if pages < 1:
+        accepted = f"must be at least {_rounded_up(least):g}" if asked is None else "give --hicache-size instead"
         raise LayoutConfigError(
-            f"{size_flag(ratio, gigabytes)}: leaves no host page of {page_size} tokens beside {device_tokens} device "
-            f"tokens; must be at least {_rounded_up(least):g}"
+            f"{asked or size_flag(ratio, gigabytes)}: leaves no host page of {page_size} tokens beside "
+            f"{device_tokens} device tokens; {accepted}"
         )
     return pages
 

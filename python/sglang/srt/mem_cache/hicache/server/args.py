@@ -12,12 +12,15 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any, Final
 
 from sglang.srt.arg_groups.model_override_base import resolving_view
+from sglang.srt.arg_groups.overrides import post_capture_kv_sizing_planned
 
 from sglang.srt.mem_cache.layouts.config import DEFAULT_LAYOUT
 from sglang.srt.mem_cache.layouts.errors import LayoutConfigError
 from sglang.srt.mem_cache.layouts.owners import shares_pages_out
 from sglang.srt.mem_cache.layouts.registry import known_layouts
 
+from ..releases import supported_releases
+from ..seam.server_flags import attention_groups
 from .choice import CONFIG_FLAG, CP_SHARED_FLAG, RADIX_BACKEND, STRATEGY_FLAG, attach_choice, choice_of, choose
 from .graphs import phases_asked_for, phases_with_graphs, turn_graphs_off
 from .hooks import refuse_missing_hooks
@@ -32,7 +35,7 @@ if TYPE_CHECKING:
 
     from .choice import LayoutChoice
 
-SUPPORTED_RELEASES: Final = ("0.5.20",)
+SUPPORTED_RELEASES: Final = supported_releases()
 KEYWORDS: Final = ("kv_layout_strategy", "kv_layout_config", "enable_nsa_prefill_cp_shared_kv")
 
 logger = logging.getLogger(__name__)
@@ -127,6 +130,7 @@ def server_facts(server_args: ServerArgs) -> ServerFacts:
         on_nvidia=is_cuda(),
         graphs_on=accelerator_present() and bool(phases_with_graphs(server_args)),
         graphs_asked_for=accelerator_present() and bool(phases_asked_for(server_args)),
+        pool_shrinks=post_capture_kv_sizing_planned(server_args),
     )
 
 
@@ -134,8 +138,7 @@ def shard_size(args: Any) -> int:  # noqa: ANN401  # any view of ServerArgs
     """Ranks of the shard group: the attention-CP group if it has peers, else the attention-TP group."""
     if args.attn_cp_size > 1:
         return int(args.attn_cp_size)
-    attention_groups = args.dp_size if args.enable_dp_attention else 1
-    return max(int(args.tp_size) // int(attention_groups), 1)
+    return max(int(args.tp_size) // attention_groups(args), 1)
 
 
 def refuse_unsupported_release(asked: str) -> None:
@@ -145,7 +148,7 @@ def refuse_unsupported_release(asked: str) -> None:
     except PackageNotFoundError:
         release = "unknown"
     if release not in SUPPORTED_RELEASES:
-        accepted = ", ".join(SUPPORTED_RELEASES)
+        accepted = " or ".join(SUPPORTED_RELEASES)
         raise LayoutConfigError(
             f"{asked} needs SGLang {accepted}, got {release}; install sglang=={SUPPORTED_RELEASES[-1]} or drop the flag"
         )

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from sglang.srt.mem_cache.layouts.errors import LayoutConfigError
 
+from ..seam.server_flags import FIELDS, attention_groups
 from .choice import RADIX_BACKEND, STRATEGY_FLAG
 
 if TYPE_CHECKING:
@@ -67,6 +68,7 @@ class ServerFacts:
     on_nvidia: bool = False
     graphs_on: bool = False
     graphs_asked_for: bool = False
+    pool_shrinks: bool = False  # once graphs are captured
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +90,11 @@ class Rule:
 
 def _set(field: str) -> Callable[[ServerFacts], bool]:
     return lambda facts: bool(getattr(facts.args, field))
+
+
+def _set_here(field: str) -> Callable[[ServerFacts], bool]:
+    """As `_set`, for a field that only some releases have."""
+    return lambda facts: field in FIELDS and bool(getattr(facts.args, field))
 
 
 def _above_one(field: str) -> Callable[[ServerFacts], bool]:
@@ -168,6 +175,30 @@ RULES: Final[tuple[Rule, ...]] = (
         remedy="drop one of the two",
     ),
     Rule(
+        setting="--enable-streaming-session",
+        applies=_set("enable_streaming_session"),
+        why="a session keeps slots between its requests, which SGLang's unified tree alone accounts for",
+        remedy="drop one of the two",
+    ),
+    Rule(
+        setting="--radix-eviction-policy tlru",
+        applies=lambda facts: facts.args.radix_eviction_policy == "tlru",
+        why="it reads lengths that only nodes of SGLang's unified tree have",
+        remedy="use --radix-eviction-policy lru, lfu, slru or priority",
+    ),
+    Rule(
+        setting="--kv-canary",
+        applies=lambda facts: facts.args.kv_canary != "none",
+        why="its sweeps walk SGLang's unified tree only",
+        remedy="drop one of the two",
+    ),
+    Rule(
+        setting="--enable-kv-cache-sharding",
+        applies=_set_here("enable_kv_cache_sharding"),
+        why="both would say which rank keeps a page",
+        remedy="drop one of the two",
+    ),
+    Rule(
         setting="--enable-unified-memory",
         applies=_set("enable_unified_memory"),
         why="its pools share one buffer whose pages the host tier cannot describe",
@@ -204,6 +235,12 @@ RULES: Final[tuple[Rule, ...]] = (
         remedy="drop --speculative-algorithm",
     ),
     Rule(
+        setting="--decoupled-spec-role",
+        applies=lambda facts: facts.args.decoupled_spec_role != "null",
+        why="the draft model's pool is not served",
+        remedy="drop --decoupled-spec-role",
+    ),
+    Rule(
         setting="--dllm-algorithm",
         applies=_set("dllm_algorithm"),
         why="diffusion models reuse slots within a request",
@@ -214,6 +251,12 @@ RULES: Final[tuple[Rule, ...]] = (
         applies=lambda facts: facts.args.disaggregation_mode != "null",
         why="the transfer addresses pools by slot",
         remedy="use --disaggregation-mode null",
+    ),
+    Rule(
+        setting="SGLANG_ENABLE_POST_CAPTURE_KV_SIZING",
+        applies=lambda facts: facts.pool_shrinks,
+        why="slots are counted before the pool shrinks",
+        remedy="unset it",
     ),
     Rule(
         setting="a model with sliding-window layers",
@@ -261,10 +304,10 @@ RULES: Final[tuple[Rule, ...]] = (
         scope=Scope.SHARDED,
     ),
     Rule(
-        setting="--enable-dp-attention with --dp-size above 1",
-        applies=lambda facts: facts.args.enable_dp_attention and facts.args.dp_size > 1,
+        setting="several attention groups (--attn-dp-size, or --dp-size with --enable-dp-attention)",
+        applies=lambda facts: attention_groups(facts.args) > 1,
         why="each group has its own tree, and that was not tested with shared pages",
-        remedy="use --dp-size 1",
+        remedy="use one attention group",
         scope=Scope.SHARDED,
     ),
     Rule(
@@ -272,6 +315,13 @@ RULES: Final[tuple[Rule, ...]] = (
         applies=_above_one("pp_size"),
         why="pipeline stages were not tested with shared pages",
         remedy="use --pp-size 1",
+        scope=Scope.SHARDED,
+    ),
+    Rule(
+        setting="--elastic-ep-backend",
+        applies=lambda facts: facts.args.elastic_ep_backend not in (None, "none"),
+        why="a rank that leaves takes its pages along",
+        remedy="drop one of the two",
         scope=Scope.SHARDED,
     ),
     Rule(
@@ -300,6 +350,13 @@ RULES: Final[tuple[Rule, ...]] = (
         applies=lambda facts: facts.graphs_asked_for,
         why="a captured graph cannot gather the pages of another batch",
         remedy="drop it: graphs are switched off then",
+        scope=Scope.SHARDED,
+    ),
+    Rule(
+        setting="--enable-torch-compile without a GPU",
+        applies=lambda facts: facts.on_cpu and facts.args.enable_torch_compile,
+        why="a step compiled ahead cannot gather the pages of another batch",
+        remedy="drop --enable-torch-compile",
         scope=Scope.SHARDED,
     ),
     Rule(

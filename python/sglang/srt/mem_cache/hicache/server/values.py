@@ -14,8 +14,9 @@ from sglang.srt.mem_cache.utils import get_eviction_strategy
 
 from sglang.srt.mem_cache.layouts.errors import LayoutConfigError
 
-from ..host.memory import CPU_RESERVE_BYTES, ranks_on_this_machine, refuse_too_large
-from ..host.sizes import BYTES_PER_GB, check_gb, check_ratio, check_whole, host_pages, size_flag
+from ..host.memory import CPU_RESERVE_BYTES, FRACTION_FLAG, ranks_on_this_machine, refuse_too_large
+from ..host.sizes import BYTES_PER_GB, check_fraction, check_gb, check_ratio, check_whole, host_pages, size_flag
+from ..seam.server_flags import GROUP_SIZES, host_memory_fraction
 from ..settings import check_mem_layout, check_write_policy
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ SIZES: Final = {
     "dp_size": "--dp-size",
     "attn_cp_size": "--attention-context-parallel-size",
     "nnodes": "--nnodes",
+    **GROUP_SIZES,
 }
 """Numbers that the shard group and its memory are reckoned with: whole, and at least 1."""
 
@@ -73,6 +75,9 @@ def _refuse_host_sizes(facts: ServerFacts) -> None:
     args = facts.args
     gigabytes = check_gb("--hicache-size", args.hicache_size)
     ratio = check_ratio("--hicache-ratio", args.hicache_ratio)
+    fraction = host_memory_fraction(args)
+    if fraction is not None:
+        check_fraction(FRACTION_FLAG, fraction)
     if args.max_total_tokens is not None:
         check_whole(f"--max-total-tokens with --page-size {args.page_size}:", args.max_total_tokens, args.page_size)
         if gigabytes == 0:  # the device pool can only become smaller

@@ -124,7 +124,8 @@ class Accounting(Generic[MetadataT]):
                 node.lock_ref += step
                 if on_device:
                     self._count(node)
-                self.refresh(node)
+                if not node.device_children:  # else it is no candidate, locked or not
+                    self.refresh(node)
             else:
                 node.lock_ref += step
             node = node.parent

@@ -1,8 +1,8 @@
 """`Backups`: when a node is copied to the host, and what refuses it.
 
 While the host has room, a node that is used is backed up early and can leave the device at once. When it is full, no
-copy is displaced for a node that stays on the device anyway: the node is backed up on its way out. Each decision comes
-from mirrored state.
+copy is displaced for a node that stays on the device anyway: the node is backed up shortly before it leaves (see
+`copies_ahead`), or else on its way out. Each decision comes from mirrored state.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ if TYPE_CHECKING:
 
 
 class Backups(Generic[MetadataT]):
-    """The way from the device to the host."""
+    """The way from the device to the host.
+
+    `put_off` is set when a backup had to be put off for want of host room, or came late; `CopiesAhead` clears it.
+    """
 
     def __init__(
         self,
@@ -46,6 +49,7 @@ class Backups(Generic[MetadataT]):
         self._host_room = host_room
         self._transfers = transfers
         self._report = report
+        self.put_off = False
 
     def use(self, node: LayoutTreeNode[MetadataT]) -> None:
         """A request reused, made or computed `node` again, which is backed up when that has happened often enough."""
@@ -69,14 +73,23 @@ class Backups(Generic[MetadataT]):
             return 0
         outcome = self._controller.write(node.slot_pages, node_id=node.id)
         if isinstance(outcome, HostShortfall):
+            self.put_off = True
             return 0
         self._begin(node, outcome, locked=True)
         return node.tokens
 
     def back_up_leaving(self, leaf: LayoutTreeNode[MetadataT]) -> int:
-        """Copy a leaf that is about to leave the device, making room there if needed.
+        """`back_up_path` of a leaf that is about to leave the device, and waits for it. Returns its tokens, or 0."""
+        self.put_off = True
+        nodes = self.back_up_path(leaf)
+        self._report.stats.late_backups += nodes
+        self._report.stats.refused_backups += not nodes
+        return leaf.tokens if nodes else 0
 
-        Returns its logical tokens, or 0, with nothing changed, if refused. Except under write_back, host copies form
+    def back_up_path(self, leaf: LayoutTreeNode[MetadataT]) -> int:
+        """Copy a leaf of the device without locking it, making room on the host if needed.
+
+        Returns the nodes copied, or 0, with nothing changed, if refused. Except under write_back, host copies form
         prefixes: what has none above it is copied too. The slots of all these nodes are read until the acks are
         settled. Raises `LayoutInvariantError` if ledger, metadata and node contradict each other.
         """
@@ -87,7 +100,6 @@ class Backups(Generic[MetadataT]):
         plans = [self._layout.plan_backup(node.slot_pages) for node in nodes]
         demand = [sum(pages) for pages in zip(*(plan.demand_pages for plan in plans), strict=True)]
         if not self._host_room.make(demand, below=parent_of(nodes[0])):
-            self._report.stats.refused_backups += 1
             return 0
         for node, plan in zip(nodes, plans, strict=True):
             outcome = self._controller.write_plan(plan, node_id=node.id)
@@ -96,8 +108,7 @@ class Backups(Generic[MetadataT]):
                     f"room was made for {plan.demand_pages} pages, yet {outcome.missing_pages} are missing"
                 )
             self._begin(node, outcome, locked=False)
-        self._report.stats.late_backups += len(nodes)
-        return leaf.tokens
+        return len(nodes)
 
     def _begin(self, node: LayoutTreeNode[MetadataT], metadata: MetadataT, *, locked: bool) -> None:
         if metadata.logical_len != node.tokens:

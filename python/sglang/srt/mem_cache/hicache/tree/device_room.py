@@ -28,11 +28,15 @@ if TYPE_CHECKING:
     from ..slots.allocator import SlotAllocator
     from .accounting import Accounting
     from .backups import Backups
+    from .copies_ahead import CopiesAhead
     from .host_room import HostRoom
     from .node import LayoutTreeNode
     from .radix_tree import LayoutRadixTree
     from .report import TrafficReport
     from .transfers import Transfers
+
+    Staged = tuple[LayoutTreeNode[MetadataT], PageArray]
+    """A node that has left the device while it is copied, and its slots."""
 
 
 class DeviceRoom(Generic[MetadataT]):
@@ -46,6 +50,7 @@ class DeviceRoom(Generic[MetadataT]):
         tree: LayoutRadixTree[MetadataT],
         accounting: Accounting[MetadataT],
         backups: Backups[MetadataT],
+        copies_ahead: CopiesAhead[MetadataT],
         host_room: HostRoom[MetadataT],
         transfers: Transfers[MetadataT],
         events: KVCacheEventRecorder,
@@ -57,6 +62,7 @@ class DeviceRoom(Generic[MetadataT]):
         self._tree = tree
         self._accounting = accounting
         self._backups = backups
+        self._copies_ahead = copies_ahead
         self._host_room = host_room
         self._transfers = transfers
         self._events = events
@@ -93,7 +99,7 @@ class DeviceRoom(Generic[MetadataT]):
         started = time.perf_counter()
         order = self._accounting.device_order
         tokens, freed = 0, np.zeros(self._slots.lane_count, dtype=np.int64)
-        staged: list[PageArray] = []  # slots of nodes that have left, while they are read
+        staged: list[Staged[MetadataT]] = []
         kept: list[LayoutTreeNode[MetadataT]] = []
         while not enough(tokens, freed) and (node := order.pop_first()) is not None:
             lane_pages = self._accounting.lane_pages(node)
@@ -106,10 +112,11 @@ class DeviceRoom(Generic[MetadataT]):
         self._finish_staged(staged)
         for node in kept:
             self._accounting.refresh(node)
+        self._copies_ahead.evicted(tokens)
         self._report.evicted_from_device(tokens, time.perf_counter() - started)
         return tokens
 
-    def _evict_node(self, node: LayoutTreeNode[MetadataT], staged: list[PageArray]) -> PageArray:
+    def _evict_node(self, node: LayoutTreeNode[MetadataT], staged: list[Staged[MetadataT]]) -> PageArray:
         """Evict one leaf. Returns the pages that are free now or will be when `staged` is finished; none if kept."""
         if not node.backuped and self._backups.earns_a_copy(node):
             self._backups.back_up_leaving(node)
@@ -119,17 +126,15 @@ class DeviceRoom(Generic[MetadataT]):
         self._events.record_remove(node, medium=StorageMedium.GPU)
         pages = self._accounting.take_off_device(node)
         if self._transfers.in_flight.is_copied(node):
-            staged.append(pages)
+            staged.append((node, pages))
         else:
             self._slots.free_slot_pages(pages)
         return pages
 
-    def _finish_staged(self, staged: list[PageArray]) -> None:
+    def _finish_staged(self, staged: list[Staged[MetadataT]]) -> None:
         """Wait for the copies of nodes that have left the device, then free their slots."""
-        if not staged:
-            return
-        self._transfers.finish_backups()
-        for pages in staged:
+        for node, pages in staged:
+            self._transfers.finish_backup(node)
             self._slots.free_slot_pages(pages)
         staged.clear()
 

@@ -81,6 +81,17 @@ class EvictionOrder(Generic[NodeT]):
             self._push(other)
         return node
 
+    def first_until(self, enough: Callable[[NodeT], bool]) -> list[NodeT]:
+        """The candidates that go first, in order, up to the first that is `enough`. All remain candidates."""
+        first: list[NodeT] = []
+        while (node := self.pop_first()) is not None:
+            first.append(node)
+            if enough(node):
+                break
+        for node in first:
+            self._push(node)
+        return first
+
     def clear(self) -> None:
         """Forget every candidate."""
         self._heap.clear()

@@ -67,7 +67,7 @@ class HostCopies(Generic[MetadataT]):
         short = [lane for lane, missing in enumerate(missing_pages) if missing]
 
         def helps(node: LayoutTreeNode[MetadataT]) -> bool:
-            return node.metadata is not None and any(map(node.metadata.pages_per_rank.__getitem__, short))
+            return any(map(node.copy_pages.__getitem__, short))
 
         for order in (self.mirrors, self.alone):
             node = order.pop_first_that(helps, look_past=LOOK_PAST)
@@ -87,7 +87,7 @@ class HostCopies(Generic[MetadataT]):
             if node.host_ref_counter == 0:
                 self._count(node, sub)
             node.host_ref_counter += 1
-            if node.host_ref_counter == 1:
+            if node.host_ref_counter == 1 and not node.host_children:
                 self.refresh(node)
             node = node.parent
 
@@ -99,7 +99,8 @@ class HostCopies(Generic[MetadataT]):
             node.host_ref_counter -= 1
             if node.host_ref_counter == 0:
                 self._count(node, add)
-                self.refresh(node)
+                if not node.host_children:
+                    self.refresh(node)
             node = node.parent
 
     def dropped(self, node: LayoutTreeNode[MetadataT]) -> None:
@@ -109,4 +110,4 @@ class HostCopies(Generic[MetadataT]):
 
     def _count(self, node: LayoutTreeNode[MetadataT], step: Callable[[int, int], int]) -> None:
         if node.metadata is not None:
-            self.lane_pages = list(map(step, self.lane_pages, node.metadata.pages_per_rank))
+            self.lane_pages = list(map(step, self.lane_pages, node.copy_pages))

@@ -5,7 +5,7 @@ Each part knows those above it in this picture, and none below::
     accounting   in_flight   report
     tree                              structure; tells accounting and in_flight
     transfers    host_room            until acks are settled; who leaves the host
-    backups                           device to host
+    backups, copies_ahead             device to host
     device_room                       who leaves the device
     load_backs                        host to device
 """
@@ -19,6 +19,7 @@ from sglang.srt.mem_cache.layouts.protocol import KVLayoutStrategy, MetadataT
 
 from .accounting import Accounting
 from .backups import Backups
+from .copies_ahead import CopiesAhead
 from .device_room import DeviceRoom
 from .host_room import HostRoom
 from .in_flight import InFlight
@@ -105,12 +106,19 @@ def build_tree_parts(
         transfers=transfers,
         report=report,
     )
+    copies_ahead = CopiesAhead(
+        settings=settings,
+        device_tokens=int(slots.room_pages().sum()) * layout.page_size,
+        accounting=accounting,
+        backups=backups,
+    )
     device_room = DeviceRoom(
         slots,
         settings=settings,
         tree=tree,
         accounting=accounting,
         backups=backups,
+        copies_ahead=copies_ahead,
         host_room=host_room,
         transfers=transfers,
         events=events,

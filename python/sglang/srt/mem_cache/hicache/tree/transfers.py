@@ -82,6 +82,11 @@ class Transfers(Generic[MetadataT]):
         """Wait for all backups and settle them, without a reduction: every rank does so."""
         self._settle_backups(len(self._controller.ack_write_queue))
 
+    def finish_backup(self, node: LayoutTreeNode[MetadataT]) -> None:
+        """Wait for a backup of `node` that is under way, and settle it and those before it. No reduction either."""
+        while self.in_flight.is_copied(node):
+            self._settle_backups(1)
+
     def _settle_backups(self, count: int) -> None:
         _settle(self._controller.ack_write_queue, count, report=self._report.backed_up, end=self._end_backup)
 

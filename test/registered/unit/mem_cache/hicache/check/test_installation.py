@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from importlib.metadata import version
 from unittest import mock
 
 from sglang.srt.plugins import load_plugins
@@ -12,6 +14,7 @@ from typing_extensions import override
 from kvlayouts import main as command
 from sglang.srt.mem_cache.hicache.check import installation
 from sglang.srt.mem_cache.hicache.check.installation import check_installation
+from sglang.srt.mem_cache.hicache.releases import supported_releases
 from sglang.srt.mem_cache.hicache.server import args as server_args
 from sglang.srt.mem_cache.hicache.server import plugin
 from sglang.srt.mem_cache.hicache.server.hooks import Hook
@@ -33,11 +36,27 @@ class TestCheck(CustomTestCase):
         self.assertEqual([line.name for line in lines], names)
 
     def test_another_release_fails_with_what_to_install(self) -> None:
-        with mock.patch.object(installation, "version", return_value="0.5.23"):
-            line = next(iter(check_installation()))
-        expected = "FAILED  SGLang release: 0.5.23, needed: 0.5.20; install sglang==0.5.20"
+        known = supported_releases()
+        with mock.patch.object(installation, "version", return_value="0.5.19"):
+            line, *_, signatures = check_installation()
+        expected = f"FAILED  SGLang release: 0.5.19, needed: {' or '.join(known)}; install sglang=={known[-1]}"
         self.assertEqual(str(line), expected)
-        self.assertEqual(server_args.SUPPORTED_RELEASES, ("0.5.20",))
+        self.assertEqual(server_args.SUPPORTED_RELEASES, known)
+        # It is compared with the release that it is most like, here the one that is really installed.
+        self.assertRegex(signatures.found, rf" as in {re.escape(version('sglang'))}$")
+
+    def test_an_unknown_release_is_told_which_names_drifted(self) -> None:
+        other = "9.9.9" if version("sglang") == supported_releases()[0] else "0.5.1"  # the other side of each condition
+        with mock.patch.object(installation, "supported_releases", return_value=(other,)):
+            *_, line = check_installation()
+        self.assertFalse(line.passed)
+        both = mock.patch.object(installation, "supported_releases", return_value=(version("sglang"), other))
+        with both, mock.patch.object(installation, "version", return_value="0.5.0"):
+            *_, nearest = check_installation()
+        self.assertTrue(nearest.passed, nearest.found)
+        self.assertRegex(
+            line.found, rf"^\d+ of \d+ names in \d+ modules differ from {re.escape(other)}: .*P2PTag\.\w+: is"
+        )
 
     def test_a_missing_hook_fails_and_names_it_and_the_exit_status_is_1(self) -> None:
         hook = plugin.HOOKS[0]

@@ -7,6 +7,7 @@ import inspect
 import shutil
 import tempfile
 import unittest
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -16,6 +17,7 @@ from sglang.test.test_utils import CustomTestCase
 
 from sglang.srt.mem_cache.hicache.check.parameters import call_differences, declared_parameters
 from sglang.srt.mem_cache.hicache.check.signatures import check_signatures
+from sglang.srt.mem_cache.hicache.releases import declares_something, stub_for
 from sglang.srt.mem_cache.layouts.errors import LayoutConfigError
 
 if TYPE_CHECKING:
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 register_cpu_ci(est_time=40, suite="base-a-test-cpu")
 
 STUBS = Path(__file__).resolve().parents[6] / "typings"
+RELEASE = version("sglang")
 
 
 class _Break(NamedTuple):
@@ -58,9 +61,9 @@ BREAKS = (
     # Parameters.
     _Break(
         CONTROLLER,
-        "self, device_indices: torch.Tensor, priority",
-        "self, indices: torch.Tensor, priority",
-        "HiCacheController.write: has no parameter 'indices': (self, device_indices, priority, node_id)",
+        "def wait_until(self, threshold",
+        "def wait_until(self, layer",
+        "LayerDoneCounter.wait_until: has no parameter 'layer': (self, threshold)",
     ),
     _Break(
         CONTROLLER,
@@ -96,8 +99,8 @@ BREAKS = (
     _Break(
         CONTROLLER,
         "    ack_load_queue: list",
-        "    evict_device: list",
-        "HiCacheController.evict_device: is a method, the stub says an attribute",
+        "    start_loading: list",
+        "HiCacheController.start_loading: is a method, the stub says an attribute",
     ),
     _Break(
         CONTEXT,
@@ -134,10 +137,11 @@ BREAKS = (
 
 class TestStubsDescribeTheInstalledSGLang(CustomTestCase):
     def test_every_declared_name_and_signature_is_the_installed_release_s(self) -> None:
-        report = check_signatures(STUBS)
+        report = check_signatures(STUBS, release=RELEASE)
         assert [str(mismatch) for mismatch in report.mismatches] == []
-        assert report.modules == len(list(STUBS.rglob("*.pyi")))
-        assert report.symbols >= sum(file.read_text().count("def ") for file in STUBS.rglob("*.pyi"))
+        stubs = [stub_for(ast.parse(file.read_text()), RELEASE) for file in (STUBS / "sglang").rglob("*.pyi")]
+        assert report.modules == len([stub for stub in stubs if declares_something(stub.body)])
+        assert report.symbols >= sum(ast.unparse(stub).count("def ") for stub in stubs)
 
     def test_each_way_to_break_a_stub_is_named_in_one_line(self) -> None:
         for broken in BREAKS:
@@ -147,7 +151,7 @@ class TestStubsDescribeTheInstalledSGLang(CustomTestCase):
                 text = stub.read_text()
                 assert broken.old in text
                 stub.write_text(text.replace(broken.old, broken.new, 1))
-                lines = [str(mismatch) for mismatch in check_signatures(stubs).mismatches]
+                lines = [str(mismatch) for mismatch in check_signatures(stubs, release=RELEASE).mismatches]
                 assert f"{broken.module}: {broken.line}" in lines
                 assert not any("\n" in line for line in lines)
 
@@ -156,23 +160,35 @@ class TestStubsDescribeTheInstalledSGLang(CustomTestCase):
             stub = Path(folder) / "sglang" / "srt" / "no_such_module.pyi"
             stub.parent.mkdir(parents=True)
             stub.write_text("class Anything: ...\n")
-            (mismatch,) = check_signatures(Path(folder)).mismatches
+            (mismatch,) = check_signatures(Path(folder), release=RELEASE).mismatches
             assert str(mismatch) == (
                 "sglang.srt.no_such_module: cannot be imported: "
                 "ModuleNotFoundError: No module named 'sglang.srt.no_such_module'"
             )
 
     def test_only_the_package_asked_for_is_compared(self) -> None:
-        report = check_signatures(STUBS, package="sglang.srt.mem_cache.pool_host")
+        report = check_signatures(STUBS, release=RELEASE, package="sglang.srt.mem_cache.pool_host")
         assert report.modules == len(list((STUBS / "sglang/srt/mem_cache/pool_host").glob("*.pyi")))
-        assert check_signatures(STUBS, package=UTILS).modules == 1
+        assert check_signatures(STUBS, release=RELEASE, package=UTILS).modules == 1
+
+    def test_of_a_condition_on_the_release_the_right_branch_counts(self) -> None:
+        stub = "if SINCE_0_5_23:\n    def split_node_hash_value() -> None: ...\nelse:\n    def gone() -> None: ...\n"
+        with tempfile.TemporaryDirectory() as folder:
+            file = (Path(folder) / Path(*UTILS.split("."))).with_suffix(".pyi")
+            file.parent.mkdir(parents=True)
+            file.write_text(stub)
+            for release, symbol in (("0.5.22", "gone"), ("0.5.23.post1", "split_node_hash_value")):
+                differences = check_signatures(Path(folder), release=release).mismatches
+                assert {mismatch.symbol for mismatch in differences} == {symbol}
+            file.write_text(f"if not SINCE_0_5_23:\n    {stub.splitlines()[1].strip()}\n")
+            assert check_signatures(Path(folder), release="0.5.23").modules == 0
 
     def test_a_folder_without_stubs_is_refused_instead_of_passing(self) -> None:
         with (
             tempfile.TemporaryDirectory() as folder,
             pytest.raises(LayoutConfigError, match=r"must hold stubs \(\.pyi\) of sglang, got "),
         ):
-            check_signatures(Path(folder))
+            check_signatures(Path(folder), release=RELEASE)
 
 
 def _copy_of_stub(module: str, folder: Path) -> Path:

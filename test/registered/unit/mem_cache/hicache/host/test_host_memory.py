@@ -19,13 +19,19 @@ from typing_extensions import override
 from sglang.srt.mem_cache.hicache.device.geometry import DsaGeometry
 from sglang.srt.mem_cache.hicache.device.pools import build_device_pool, bytes_of
 from sglang.srt.mem_cache.hicache.host import memory as host_memory
-from sglang.srt.mem_cache.hicache.host.memory import CPU_RESERVE_BYTES, available_bytes, ranks_on_this_machine
+from sglang.srt.mem_cache.hicache.host.memory import (
+    CPU_RESERVE_BYTES,
+    HostBudget,
+    available_bytes,
+    ranks_on_this_machine,
+)
 from sglang.srt.mem_cache.hicache.host.pools import build_host_pool, host_bytes_of
 from sglang.srt.mem_cache.hicache.host.sizes import device_pool_bytes, host_pages, host_pool_bytes
 from sglang.srt.mem_cache.hicache.server import args as server_args
 from sglang.srt.mem_cache.hicache.server.values import refuse_values
 from sglang.srt.mem_cache.layouts import LayoutConfigError, PoolKind
 from support.caches import GEOMETRIES, CacheTestCase
+from support.server_cases import is_known
 
 register_cpu_ci(est_time=20, suite="base-a-test-cpu")
 
@@ -99,6 +105,23 @@ class TestOneMachine(CacheTestCase):
             ):
                 build_host_pool(device, ratio=2.0, page_size=PAGE, mem_layout="layer_first", ranks_on_machine=ranks)
             taken.assert_not_called()
+
+    def test_a_budget_is_what_counts_where_it_made_the_ratio(self) -> None:
+        device = build_device_pool(PoolKind.MLA, tokens=PAGES * PAGE, page_size=PAGE, layers=LAYERS)
+        alone = host_bytes_of(build_host_pool(device, ratio=2.0, page_size=PAGE, mem_layout="layer_first"))
+        budget = HostBudget(fraction=0.8, machine_bytes=2 * alone)
+
+        def build(budget: HostBudget, ratio: float = 2.0) -> None:
+            build_host_pool(
+                device, ratio=ratio, page_size=PAGE, mem_layout="layer_first", ranks_on_machine=2, budget=budget
+            )
+
+        with left(0):  # what earlier ranks took is not missing to later ones
+            build(budget)
+        with self.assertRaisesRegex(LayoutConfigError, r"^--hicache-host-memory-fraction 0\.8: 2 ranks .* at most"):
+            build(replace(budget, machine_bytes=2 * alone - 1))
+        with self.assertRaisesRegex(LayoutConfigError, r"^--hicache-host-memory-fraction 0\.8: .*give --hicache-size"):
+            build(budget, ratio=0.01)
 
     def test_a_size_that_leaves_no_page_is_refused_with_one_that_leaves_one(self) -> None:
         device = build_device_pool(PoolKind.MLA, tokens=PAGES * PAGE, page_size=PAGE, layers=LAYERS)
@@ -229,6 +252,19 @@ class TestInTheParent(CacheTestCase):
                     radix_eviction_policy="slru", radix_eviction_policy_config={"protected_threshold": threshold}
                 )
         self._check(radix_eviction_policy="slru", radix_eviction_policy_config={"protected_threshold": 3})
+
+    def test_attention_groups_and_sessions_are_refused_before_the_scheduler_would(self) -> None:
+        groups: tuple[dict[str, Any], ...] = ({"dp_size": 2, "enable_dp_attention": True}, {"attn_dp_size": 2})
+        for fields in filter(is_known, groups):
+            with self.assertRaisesRegex(LayoutConfigError, "cp_shared does not .* several attention groups"):
+                self._check(tp_size=4, **fields)
+        with self.assertRaisesRegex(LayoutConfigError, "cp_shared does not .* --enable-streaming-session"):
+            self._check(enable_streaming_session=True)
+        with (
+            mock.patch.object(server_args, "post_capture_kv_sizing_planned", return_value=True),
+            self.assertRaisesRegex(LayoutConfigError, "does not .* SGLANG_ENABLE_POST_CAPTURE_KV_SIZING"),
+        ):
+            self._check()
 
     def test_what_can_be_is_accepted(self) -> None:
         for fields in (

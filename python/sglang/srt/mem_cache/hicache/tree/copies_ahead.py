@@ -1,0 +1,82 @@
+"""`CopiesAhead`: once the host is full, the leaves that leave the device next are copied before they do.
+
+A hit is then put off until its node leaves, and an eviction that copies waits for the copy, behind the forward pass
+under way. So each eviction copies for the next ones::
+
+    device order    leaves next ─────────────────────────────────────▶ leaves last
+                    │ copied, or being copied │ put off
+                    └──────── window ─────────┘
+
+Nothing is locked: a leaf whose copy is under way can leave, and its slots are free when that copy has ended. So what
+the scheduler is told to be evictable remains so. Everything is decided from mirrored state.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final, Generic
+
+from sglang.srt.mem_cache.layouts.protocol import MetadataT
+
+if TYPE_CHECKING:
+    from ..settings import HiCacheSettings
+    from .accounting import Accounting
+    from .backups import Backups
+    from .node import LayoutTreeNode
+
+WINDOW_SHARE: Final = 32
+"""The window is this part of the device: what is in it is on both tiers."""
+
+
+class CopiesAhead(Generic[MetadataT]):
+    """Copies for evictions to come. Under write_back nothing is copied before it leaves.
+
+    `device_tokens` are those that the device holds.
+    """
+
+    def __init__(
+        self,
+        *,
+        settings: HiCacheSettings,
+        device_tokens: int,
+        accounting: Accounting[MetadataT],
+        backups: Backups[MetadataT],
+    ) -> None:
+        self._wanted = settings.write_policy != "write_back"
+        self._window = device_tokens // WINDOW_SHARE
+        self._accounting = accounting
+        self._backups = backups
+        self._left = 0
+
+    def evicted(self, tokens: int) -> None:
+        """`tokens` have left the device: copy what comes next, if less than half a window is left of it.
+
+        So a leaf is looked at about twice before it leaves. Nothing is done unless a backup had to be put off.
+        """
+        self._left -= tokens
+        if self._wanted and self._backups.put_off and self._left <= self._window // 2:
+            self._copy(self._next_leaves())
+            self._left = self._window
+            self._backups.put_off = False
+
+    def _next_leaves(self) -> list[LayoutTreeNode[MetadataT]]:
+        """The leaves that go first, a window of them and at least one."""
+        tokens = 0
+
+        def fills_the_window(leaf: LayoutTreeNode[MetadataT]) -> bool:
+            nonlocal tokens
+            tokens += leaf.tokens
+            return tokens >= self._window
+
+        return self._accounting.device_order.first_until(fills_the_window)
+
+    def _copy(self, leaves: list[LayoutTreeNode[MetadataT]]) -> None:
+        """Those that lack a copy get one, while room can be made without giving up that of another."""
+        copies = self._accounting.host_copies
+        for leaf in leaves:
+            copies.hold(leaf)
+        for leaf in leaves:
+            lacks_one = not leaf.backuped and self._backups.earns_a_copy(leaf)
+            if lacks_one and not self._backups.back_up_path(leaf):
+                break
+        for leaf in leaves:
+            copies.release(leaf)
