@@ -55,7 +55,7 @@ from sglang.srt.mem_cache.hicache.copies.cuda.page_kernel import KernelShape
 from sglang.srt.mem_cache.hicache.copies.transfer import HostTransfer
 from sglang.srt.mem_cache.hicache.runtime import standalone_runtime
 from sglang.srt.mem_cache.hicache.settings import HiCacheSettings, ShardGroup
-from sglang.srt.mem_cache.hicache.slots.allocator import CPSharedPagedTokenToKVPoolAllocator
+from sglang.srt.mem_cache.hicache.slots.allocator import LaneSlotAllocator
 from sglang.srt.mem_cache.hicache.tree.radix_tree import PagedInsertParams
 from sglang.srt.mem_cache.layouts import GroupKind, LayoutConfig, create_layout
 from sglang.srt.mem_cache.layouts.pages import pages_of_tokens
@@ -131,7 +131,7 @@ class Rank:
         self.layout = create_layout(
             LayoutConfig(name=case.layout, page_size=PAGE_SIZE, shard_size=case.ranks, shard_rank=number)
         )
-        self.allocator = CPSharedPagedTokenToKVPoolAllocator(
+        self.allocator = LaneSlotAllocator(
             layout=self.layout,
             physical_size=DEVICE_PAGES * PAGE_SIZE,
             dtype=self.device_pool.dtype,

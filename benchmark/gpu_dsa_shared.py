@@ -149,7 +149,7 @@ class Rank:
             device=device,
             enable_memory_saver=False,
         )
-        self.layout = CpSharedLayout(page_size=PAGE, cp_size=RANKS, cp_rank=number)
+        self.layout = CpSharedLayout(page_size=PAGE, shard_size=RANKS, shard_rank=number)
         self.pool.access = SharedPages(self.layout, page_size=PAGE, lane_count=RANKS, reduce=group_sum(group))
         self.generator = torch.Generator().manual_seed(5)  # the same tokens on all ranks
         cuda: Any = torch.cuda  # torch leaves its streams untyped

@@ -29,7 +29,7 @@ from sglang.srt.mem_cache.hicache.cpu.support import install_cpu_support
 from sglang.srt.mem_cache.hicache.device.pools import MlaGeometry, build_device_pool
 from sglang.srt.mem_cache.hicache.runtime import standalone_runtime
 from sglang.srt.mem_cache.hicache.settings import HiCacheSettings, ShardGroup
-from sglang.srt.mem_cache.hicache.slots.allocator import CPSharedPagedTokenToKVPoolAllocator
+from sglang.srt.mem_cache.hicache.slots.allocator import LaneSlotAllocator
 from sglang.srt.mem_cache.hicache.tree.radix_tree import PagedInsertParams
 from sglang.srt.mem_cache.layouts import GroupKind, LayoutConfig, PoolKind, create_layout
 
@@ -67,7 +67,7 @@ def make_cache(layout_name: str, rank: int, ranks: int, policy: str) -> HiRadixC
         layers=1,
         geometry=MlaGeometry(kv_lora_rank=4, qk_rope_head_dim=2),
     )
-    allocator = CPSharedPagedTokenToKVPoolAllocator(
+    allocator = LaneSlotAllocator(
         layout=layout, physical_size=physical_size, dtype=torch.bfloat16, device="cpu", kvcache=pool
     )
     params = CacheInitParams(

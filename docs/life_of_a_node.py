@@ -22,7 +22,7 @@ from sglang.srt.mem_cache.hicache.device.pools import MlaGeometry, build_device_
 from sglang.srt.mem_cache.hicache.radix_cache import HiRadixCache
 from sglang.srt.mem_cache.hicache.runtime import standalone_runtime
 from sglang.srt.mem_cache.hicache.settings import HiCacheSettings, ShardGroup
-from sglang.srt.mem_cache.hicache.slots.allocator import CPSharedPagedTokenToKVPoolAllocator
+from sglang.srt.mem_cache.hicache.slots.allocator import LaneSlotAllocator
 from sglang.srt.mem_cache.layouts import CpSharedLayout, GroupKind, PoolKind
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class AllAlike:
 
 def make_rank(rank: int) -> HiRadixCache[Any]:
     """One rank's cache with its device pool, allocator, controller and host pool."""
-    layout = CpSharedLayout(page_size=PAGE, cp_size=RANKS, cp_rank=rank)
+    layout = CpSharedLayout(page_size=PAGE, shard_size=RANKS, shard_rank=rank)
     pool = build_device_pool(
         PoolKind.MLA,
         tokens=DEVICE_PAGES * PAGE,
@@ -58,7 +58,7 @@ def make_rank(rank: int) -> HiRadixCache[Any]:
         layers=1,
         geometry=MlaGeometry(kv_lora_rank=4, qk_rope_head_dim=4),
     )
-    allocator = CPSharedPagedTokenToKVPoolAllocator(
+    allocator = LaneSlotAllocator(
         layout=layout, physical_size=DEVICE_PAGES * PAGE, dtype=torch.bfloat16, device="cpu", kvcache=pool
     )
     params = CacheInitParams(

@@ -119,7 +119,7 @@ def derived_values_cannot_be_set(backup: BackupPlan, node: IdentityNodeMetadata)
 def sizes_are_named(pages: PageArray, environment: LayoutEnvironment) -> None:
     CpSharedKVLayout(64, 4, 0)  # type: ignore[call-arg]
     CpSharedLayout(64, 4, 0)  # type: ignore[call-arg]
-    CpSharedLayout(page_size=64, cp_size=4)  # type: ignore[call-arg]
+    CpSharedLayout(page_size=64, shard_size=4)  # type: ignore[call-arg]
     IdentityLayout(64)  # type: ignore[call-arg]
     CopyRun(1, 2, 3)  # type: ignore[call-arg]
     CopyPlan.from_pages(host_pages=pages, device_pages=pages)  # type: ignore[call-arg]
@@ -136,7 +136,7 @@ def sizes_are_named(pages: PageArray, environment: LayoutEnvironment) -> None:
 class MetadataWithoutSplit:
     logical_len: int
     host_pages: PageArray
-    pages_per_rank: tuple[int, ...]
+    pages_per_lane: tuple[int, ...]
     legacy_host_value: torch.Tensor | None
 
 
@@ -196,7 +196,7 @@ without_plan_load: KVLayoutStrategy[IdentityNodeMetadata] = StrategyWithoutPlanL
 
 identity_storage: StorageAwareLayout = IdentityLayout(page_size=64)  # type: ignore[assignment]
 identity_turnwise: TurnwiseLayout = IdentityLayout(page_size=64)  # type: ignore[assignment]
-cp_shared_storage: StorageAwareLayout = CpSharedLayout(page_size=64, cp_size=2, cp_rank=0)  # type: ignore[assignment]
+cp_shared_storage: StorageAwareLayout = CpSharedLayout(page_size=64, shard_size=2, shard_rank=0)  # type: ignore[assignment]
 
 
 # Bindings of the contract suite.
@@ -205,7 +205,7 @@ cp_shared_storage: StorageAwareLayout = CpSharedLayout(page_size=64, cp_size=2, 
 class BindingOfAnotherStrategy(LayoutContract[IdentityNodeMetadata]):
     @override
     def make_layout(self, *, page_size: int, shard_size: int, shard_rank: int) -> CpSharedLayout:  # type: ignore[override]
-        return CpSharedLayout(page_size=page_size, cp_size=shard_size, cp_rank=shard_rank)
+        return CpSharedLayout(page_size=page_size, shard_size=shard_size, shard_rank=shard_rank)
 
 
 class BindingWithoutFactory(LayoutContract[IdentityNodeMetadata]):

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 # One typed assignment proves that a strategy, and its metadata, conform.
 
 identity: KVLayoutStrategy[IdentityNodeMetadata] = IdentityLayout(page_size=64)
-cp_shared: KVLayoutStrategy[CpHiCacheNodeMetadata] = CpSharedLayout(page_size=64, cp_size=4, cp_rank=0)
+cp_shared: KVLayoutStrategy[CpHiCacheNodeMetadata] = CpSharedLayout(page_size=64, shard_size=4, shard_rank=0)
 
 
 def metadata_conforms(one: IdentityNodeMetadata, other: CpHiCacheNodeMetadata) -> tuple[NodeMetadata, NodeMetadata]:
@@ -63,7 +63,7 @@ def cp_shared_keeps_its_metadata(plan: BackupPlan, pages: npt.NDArray[np.int64])
     assert_type(node, CpHiCacheNodeMetadata)
     assert_type(node.split(64), tuple[CpHiCacheNodeMetadata, CpHiCacheNodeMetadata])
     assert_type(node.owned_positions, "torch.Tensor")
-    assert_type(node.pages_per_rank, tuple[int, ...])
+    assert_type(node.pages_per_lane, tuple[int, ...])
 
 
 def any_strategy_keeps_its_metadata(
@@ -135,8 +135,8 @@ assert_type(a_function_for_one_strategy(IdentityLayout(page_size=1), []), Identi
 # A guard says both what a strategy can do and, where it answers no, that it cannot.
 
 
-sharded: ShardedPoolLayout = CpSharedLayout(page_size=64, cp_size=4, cp_rank=0)
-turnwise: TurnwiseLayout = CpSharedLayout(page_size=64, cp_size=4, cp_rank=0)
+sharded: ShardedPoolLayout = CpSharedLayout(page_size=64, shard_size=4, shard_rank=0)
+turnwise: TurnwiseLayout = CpSharedLayout(page_size=64, shard_size=4, shard_rank=0)
 
 
 def guards_narrow_both_ways(

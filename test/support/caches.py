@@ -34,7 +34,7 @@ from sglang.srt.mem_cache.hicache.device.pools import (
 )
 from sglang.srt.mem_cache.hicache.runtime import standalone_runtime
 from sglang.srt.mem_cache.hicache.settings import HiCacheSettings, ShardGroup
-from sglang.srt.mem_cache.hicache.slots.allocator import CPSharedPagedTokenToKVPoolAllocator
+from sglang.srt.mem_cache.hicache.slots.allocator import LaneSlotAllocator
 from sglang.srt.mem_cache.layouts import AnyKVLayoutStrategy, GroupKind, LayoutConfig, PoolKind, create_layout
 
 if TYPE_CHECKING:
@@ -110,11 +110,9 @@ def make_layout(spec: CacheSpec, rank: int) -> AnyKVLayoutStrategy:
     )
 
 
-def make_allocator(
-    spec: CacheSpec, layout: AnyKVLayoutStrategy, device_pool: KVCache
-) -> CPSharedPagedTokenToKVPoolAllocator:
+def make_allocator(spec: CacheSpec, layout: AnyKVLayoutStrategy, device_pool: KVCache) -> LaneSlotAllocator:
     """The laned slot allocator of one rank."""
-    return CPSharedPagedTokenToKVPoolAllocator(
+    return LaneSlotAllocator(
         layout=layout,
         physical_size=spec.device_pages * spec.page_size,
         dtype=torch.bfloat16,

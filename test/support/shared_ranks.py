@@ -51,7 +51,7 @@ class Ranks:
     def __init__(self, kind: PoolKind, ranks: int) -> None:
         self.reduce = Sum(ranks)
         self.shared = [make_pool(kind, ROW_PAGES) for _ in range(ranks)]
-        self.layouts = [CpSharedLayout(page_size=PAGE, cp_size=ranks, cp_rank=rank) for rank in range(ranks)]
+        self.layouts = [CpSharedLayout(page_size=PAGE, shard_size=ranks, shard_rank=rank) for rank in range(ranks)]
         for layout, pool in zip(self.layouts, self.shared, strict=True):
             pool.access = SharedPages(layout, page_size=PAGE, lane_count=ranks, reduce=self.reduce)
         self.whole = make_pool(kind, ROW_PAGES * ranks + ranks)

@@ -100,7 +100,7 @@ def rows_of(cycle: tuple[CopyPlan, CopyPlan]) -> tuple[torch.Tensor, ...]:
 
 def bench_plan(config: BenchConfig, trace: Trace, on_step: OnStep) -> list[Figure]:
     """Backup plan, split and load plan of one long node on one rank, by page and by token."""
-    layout = CpSharedLayout(page_size=PAGE_SIZE, cp_size=RANKS, cp_rank=3)
+    layout = CpSharedLayout(page_size=PAGE_SIZE, shard_size=RANKS, shard_rank=3)
     pages = NODE_TOKENS // PAGE_SIZE
     slot_pages = np.arange(RANKS, RANKS + pages, dtype=np.int64)
     new_pages = slot_pages + 4 * pages

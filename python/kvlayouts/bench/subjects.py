@@ -39,7 +39,7 @@ from sglang.srt.mem_cache.hicache.copies.transfer import HostTransfer
 from sglang.srt.mem_cache.hicache.device.pools import MlaGeometry, build_device_pool
 from sglang.srt.mem_cache.hicache.runtime import standalone_runtime
 from sglang.srt.mem_cache.hicache.settings import HiCacheSettings, ShardGroup
-from sglang.srt.mem_cache.hicache.slots.allocator import CPSharedPagedTokenToKVPoolAllocator
+from sglang.srt.mem_cache.hicache.slots.allocator import LaneSlotAllocator
 from sglang.srt.mem_cache.hicache.tree.radix_tree import PagedInsertParams
 from sglang.srt.mem_cache.layouts import GroupKind, LayoutConfig, PoolKind, create_layout
 from sglang.srt.mem_cache.layouts.errors import LayoutInvariantError
@@ -140,7 +140,7 @@ class OurSubject:
         )
         rank_tokens = sizes.device_tokens // self.layout.lane_count
         pool = _device_pool(rank_tokens, sizes.page_size)
-        self.allocator = CPSharedPagedTokenToKVPoolAllocator(
+        self.allocator = LaneSlotAllocator(
             layout=self.layout, physical_size=rank_tokens, dtype=pool.dtype, device="cpu", kvcache=pool
         )
         self.cache: HiRadixCache[Any] = assemble_cache(

@@ -176,7 +176,7 @@ def _tell(config: ExplainConfig, layouts: Sequence[AnyKVLayoutStrategy]) -> Node
             )
         )
         demand_pages = plan.demand_pages
-        half_lanes = [] if halves is None else [(half.logical_len, half.pages_per_rank) for half in halves]
+        half_lanes = [] if halves is None else [(half.logical_len, half.pages_per_lane) for half in halves]
     assert new_slot_pages is not None
     return NodeStory(
         config=config,

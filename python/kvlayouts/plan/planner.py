@@ -85,8 +85,8 @@ def _environment(config: PlanConfig, layout: AnyKVLayoutStrategy) -> LayoutEnvir
         page_size=config.page_size,
         allocator_lanes=layout.lane_count,
         group_kind=config.group_kind,
-        group_size=config.cp_size,
-        group_rank=0,
+        shard_size=config.cp_size,
+        shard_rank=0,
     )
 
 

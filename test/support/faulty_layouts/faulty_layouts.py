@@ -60,7 +60,7 @@ class ForgetsIfTold(ForgetsAPage):
     @override
     def from_config(cls, config: LayoutConfig) -> ForgetsIfTold:
         config.refuse_unknown_options("forgets")
-        layout = cls(page_size=config.page_size, cp_size=config.shard_size, cp_rank=config.shard_rank)
+        layout = cls(page_size=config.page_size, shard_size=config.shard_size, shard_rank=config.shard_rank)
         layout.told = config.options.get("forgets") is True
         return layout
 
@@ -115,7 +115,7 @@ class TwoCopies(CpSharedLayout):
     @override
     def from_config(cls, config: LayoutConfig) -> TwoCopies:
         lanes = max(1, config.shard_size // 2)
-        return cls(page_size=config.page_size, cp_size=lanes, cp_rank=config.shard_rank % lanes)
+        return cls(page_size=config.page_size, shard_size=lanes, shard_rank=config.shard_rank % lanes)
 
     @override
     def validate(self, environment: LayoutEnvironment) -> None:

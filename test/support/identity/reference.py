@@ -23,7 +23,7 @@ from sglang.srt.mem_cache.hicache.device.pools import DsaGeometry, Geometry, Mha
 from sglang.srt.mem_cache.hicache.radix_cache import HiRadixCache
 from sglang.srt.mem_cache.hicache.runtime import standalone_runtime
 from sglang.srt.mem_cache.hicache.settings import HiCacheSettings, ShardGroup
-from sglang.srt.mem_cache.hicache.slots.allocator import CPSharedPagedTokenToKVPoolAllocator
+from sglang.srt.mem_cache.hicache.slots.allocator import LaneSlotAllocator
 from sglang.srt.mem_cache.layouts import IdentityLayout, IdentityNodeMetadata, PoolKind
 from support.identity.policy import LetsMirrorsGiveWay
 
@@ -180,8 +180,8 @@ def _stock_allocator(case: Case, pool: KVCache) -> PagedTokenToKVPoolAllocator:
     )
 
 
-def _lane_allocator(case: Case, pool: KVCache, layout: IdentityLayout) -> CPSharedPagedTokenToKVPoolAllocator:
-    return CPSharedPagedTokenToKVPoolAllocator(
+def _lane_allocator(case: Case, pool: KVCache, layout: IdentityLayout) -> LaneSlotAllocator:
+    return LaneSlotAllocator(
         layout=layout, physical_size=case.device_pages * case.page_size, dtype=pool.dtype, device="cpu", kvcache=pool
     )
 

@@ -165,7 +165,7 @@ class HiCacheController(SGLangHiCacheController, Generic[MetadataT]):
         Raises `LayoutInvariantError` if the pool and the ledger disagree afterwards.
         """
         self.host_pages.give(metadata.host_pages)
-        self.ledger.give(metadata.pages_per_rank)
+        self.ledger.give(metadata.pages_per_lane)
         self._check_ledger()
         return metadata.logical_len
 

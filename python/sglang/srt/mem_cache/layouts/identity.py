@@ -38,7 +38,7 @@ class IdentityNodeMetadata:
         return len(self.host_pages) * self.page_size
 
     @property
-    def pages_per_rank(self) -> tuple[int, ...]:
+    def pages_per_lane(self) -> tuple[int, ...]:
         """One lane that holds every page."""
         return (len(self.host_pages),)
 

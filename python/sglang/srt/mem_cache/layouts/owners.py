@@ -50,12 +50,12 @@ def refuse_shared_owners(layouts: Sequence[AnyKVLayoutStrategy]) -> None:
         raise LayoutConfigError(f"--kv-layout-strategy {name}: {fault}; accepted: one owner for each page")
 
 
-def refuse_lane(name: str, *, lane_count: int, lane: int, ranks: int) -> None:
-    """Raise `LayoutConfigError` for what one rank of `ranks` can see alone: lanes that some rank cannot store."""
-    if lane_count not in (1, ranks) or not 0 <= lane < lane_count:
+def refuse_lane(name: str, *, lane_count: int, lane: int, shard_size: int) -> None:
+    """Raise `LayoutConfigError` for what one rank of `shard_size` can see alone: lanes that some rank cannot store."""
+    if lane_count not in (1, shard_size) or not 0 <= lane < lane_count:
         raise LayoutConfigError(
-            f"--kv-layout-strategy {name}: a rank stores lane {lane} of {lane_count} in a group of {ranks}; accepted: "
-            f"{ranks} lanes, each stored by one rank, or one lane for all"
+            f"--kv-layout-strategy {name}: a rank stores lane {lane} of {lane_count} in a group of {shard_size}; "
+            f"accepted: {shard_size} lanes, each stored by one rank, or one lane for all"
         )
 
 

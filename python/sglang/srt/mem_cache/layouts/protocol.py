@@ -12,7 +12,7 @@ How one node lives, and who answers:
     split       metadata.split             metadata of the two halves
     load back   load_lanes                 owners that the new slots must have
                 plan_load                  host pages to rows
-    evict       metadata.pages_per_rank    what every rank gets back
+    evict       metadata.pages_per_lane    what every rank gets back
 
 **Agreement.** Everything that the methods below return, except `BackupPlan.device_pages`, the metadata's
 host pages and `LoadPlan.copies`, must be equal on all ranks of the group for equal arguments. The cache
@@ -56,7 +56,7 @@ class NodeMetadata(Protocol):
         ...
 
     @property
-    def pages_per_rank(self) -> tuple[int, ...]:
+    def pages_per_lane(self) -> tuple[int, ...]:
         """Host pages that the node holds in each lane; equal on all ranks."""
         ...
 

@@ -132,7 +132,7 @@ class LayoutContract(OwnerContract[MetadataT]):
                     plan.lanes.tolist(),
                     plan.demand_pages,
                     plan.logical_tokens,
-                    [(part.logical_len, part.pages_per_rank) for part in (data, *pair)],
+                    [(part.logical_len, part.pages_per_lane) for part in (data, *pair)],
                     layout.load_lanes(pair).tolist(),
                     layout.plan_load(pair, fresh).logical_pages,
                     layout.plan_load(pair, fresh).logical_tokens,
@@ -175,7 +175,7 @@ class LayoutContract(OwnerContract[MetadataT]):
             for layout, plan, data in zip(group.layouts, plans, metadata, strict=True):
                 copies = plan.bind(np.arange(plan.owned_pages, dtype=np.int64))
                 assert list(plan.demand_pages) == counts, f"{case}: demand"
-                assert list(data.pages_per_rank) == counts, f"{case}: pages held"
+                assert list(data.pages_per_lane) == counts, f"{case}: pages held"
                 assert counts[layout.lane] == plan.owned_pages == copies.pages == len(data.host_pages)
                 assert data.logical_len == len(slots) * case.page_size
 

@@ -90,7 +90,7 @@ class TestPlanning(CustomTestCase):
     def test_by_page_and_by_token_the_same_rows_are_copied_on_every_rank(self) -> None:
         rng = np.random.default_rng(0)
         for rank in range(3):
-            layout = CpSharedLayout(page_size=4, cp_size=3, cp_rank=rank)
+            layout = CpSharedLayout(page_size=4, shard_size=3, shard_rank=rank)
             slot_pages = 3 + rng.permutation(30).astype(np.int64)[:20]
             new_pages = slot_pages + 30
             host_pages = rng.permutation(40).astype(np.int64)[: int((slot_pages % 3 == rank).sum())]

@@ -145,7 +145,7 @@ def _tell_misplacing(monkeypatch: pytest.MonkeyPatch) -> NodeStory:
             return replace(plan, device_pages=plan.device_pages[:-1])
 
     def create(_: str, *, page_size: int, ranks: int, rank: int, **__: object) -> Misplaces:
-        return Misplaces(page_size=page_size, cp_size=ranks, cp_rank=rank)
+        return Misplaces(page_size=page_size, shard_size=ranks, shard_rank=rank)
 
     monkeypatch.setattr(module, "create_rank", create)
     return tell(_config(layout="misplaces"))

@@ -252,7 +252,7 @@ def test_pages_lie_where_the_strategy_loads_them() -> None:
     prompts = _make_prompts(*((32, (chain, chain)) for chain in (1, 2, 3, 1)), block_tokens=16, page_size=16)
     simulation = CacheSimulation(
         prompts,
-        _MovesPages(page_size=1, cp_size=3, cp_rank=0),
+        _MovesPages(page_size=1, shard_size=3, shard_rank=0),
         [0, 0, 0],
         device_pages=2,
         host_pages=4,
@@ -272,7 +272,7 @@ def test_a_strategy_that_cannot_have_pages_of_one_token_is_refused(
     def from_config(config: LayoutConfig) -> CpSharedLayout:
         if config.page_size < 16:
             raise LayoutConfigError(f"page_size must be 16 or more, got {config.page_size}")
-        return CpSharedLayout(page_size=config.page_size, cp_size=config.shard_size, cp_rank=config.shard_rank)
+        return CpSharedLayout(page_size=config.page_size, shard_size=config.shard_size, shard_rank=config.shard_rank)
 
     monkeypatch.setattr(CpSharedLayout, "from_config", from_config)
     trace = write_trace(tmp_path / "trace.jsonl", _branching(requests=3, blocks=3, seed=1))

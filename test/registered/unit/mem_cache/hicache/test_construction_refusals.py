@@ -179,7 +179,7 @@ class TestRefusedAtConstruction(CacheTestCase):
 
         spec = CacheSpec()
         for lanes, ranks in ((2, 4), (3, 2)):
-            layout = ValidatesNothing(page_size=spec.page_size, cp_size=lanes, cp_rank=1)
+            layout = ValidatesNothing(page_size=spec.page_size, shard_size=lanes, shard_rank=1)
             told = f"a rank stores lane 1 of {lanes} in a group of {ranks}; accepted: {ranks} lanes"
             with self.assertRaisesRegex(LayoutConfigError, told):
                 assemble_cache(

@@ -42,7 +42,7 @@ class TestCpSharedContract(LayoutContract[CpHiCacheNodeMetadata]):
 
     @override
     def make_layout(self, *, page_size: int, shard_size: int, shard_rank: int) -> CpSharedLayout:
-        return CpSharedLayout(page_size=page_size, cp_size=shard_size, cp_rank=shard_rank)
+        return CpSharedLayout(page_size=page_size, shard_size=shard_size, shard_rank=shard_rank)
 
     @override
     def stated_home(self, slot_page: int, shard_size: int) -> tuple[int, int]:
@@ -63,4 +63,4 @@ class TestCpSharedContractWithoutStatedHomes(LayoutContract[CpHiCacheNodeMetadat
 
     @override
     def make_layout(self, *, page_size: int, shard_size: int, shard_rank: int) -> CpSharedLayout:
-        return CpSharedLayout(page_size=page_size, cp_size=shard_size, cp_rank=shard_rank)
+        return CpSharedLayout(page_size=page_size, shard_size=shard_size, shard_rank=shard_rank)

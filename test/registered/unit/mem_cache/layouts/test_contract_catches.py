@@ -42,7 +42,9 @@ class _Binding(LayoutContract[Any]):
 
     @override
     def make_layout(self, *, page_size: int, shard_size: int, shard_rank: int) -> KVLayoutStrategy[Any]:
-        return cast("KVLayoutStrategy[Any]", self.broken(page_size=page_size, cp_size=shard_size, cp_rank=shard_rank))
+        return cast(
+            "KVLayoutStrategy[Any]", self.broken(page_size=page_size, shard_size=shard_size, shard_rank=shard_rank)
+        )
 
 
 class _BaseFromRank(CpSharedLayout):
@@ -173,26 +175,26 @@ class _LogicalCapacityOfOneRank(CpSharedLayout):
 class _TwoCopies(CpSharedLayout):
     """Each page on two ranks: the ranks agree, and every copy is right."""
 
-    def __init__(self, *, page_size: int, cp_size: int, cp_rank: int) -> None:
-        lanes = (cp_size + 1) // 2
-        super().__init__(page_size=page_size, cp_size=lanes, cp_rank=cp_rank % lanes)
+    def __init__(self, *, page_size: int, shard_size: int, shard_rank: int) -> None:
+        lanes = (shard_size + 1) // 2
+        super().__init__(page_size=page_size, shard_size=lanes, shard_rank=shard_rank % lanes)
 
 
 class _ALaneThatNobodyServes(CpSharedLayout):
-    def __init__(self, *, page_size: int, cp_size: int, cp_rank: int) -> None:
-        super().__init__(page_size=page_size, cp_size=cp_size + 1, cp_rank=cp_rank)
+    def __init__(self, *, page_size: int, shard_size: int, shard_rank: int) -> None:
+        super().__init__(page_size=page_size, shard_size=shard_size + 1, shard_rank=shard_rank)
 
 
 class _TwoRanksHaveTheLastLane(CpSharedLayout):
-    def __init__(self, *, page_size: int, cp_size: int, cp_rank: int) -> None:
-        super().__init__(page_size=page_size, cp_size=cp_size, cp_rank=max(cp_rank, min(1, cp_size - 1)))
+    def __init__(self, *, page_size: int, shard_size: int, shard_rank: int) -> None:
+        super().__init__(page_size=page_size, shard_size=shard_size, shard_rank=max(shard_rank, min(1, shard_size - 1)))
 
 
 class _RanksInReverse(CpSharedLayout):
     """Allowed: each rank has a lane of its own, whichever that is."""
 
-    def __init__(self, *, page_size: int, cp_size: int, cp_rank: int) -> None:
-        super().__init__(page_size=page_size, cp_size=cp_size, cp_rank=cp_size - 1 - cp_rank)
+    def __init__(self, *, page_size: int, shard_size: int, shard_rank: int) -> None:
+        super().__init__(page_size=page_size, shard_size=shard_size, shard_rank=shard_size - 1 - shard_rank)
 
 
 class _RowsOfTheNextRank(CpSharedLayout):
@@ -262,14 +264,14 @@ def test_ranks_in_another_order_have_a_lane_each_all_the_same() -> None:
 
 @pytest.mark.parametrize("broken", [_TwoCopies, _ALaneThatNobodyServes, _TwoRanksHaveTheLastLane, _RowsOfTheNextRank])
 def test_what_is_noticed_is_refused_at_start_in_one_line(broken: type[CpSharedLayout]) -> None:
-    ranks = [broken(page_size=4, cp_size=4, cp_rank=rank) for rank in range(4)]
+    ranks = [broken(page_size=4, shard_size=4, shard_rank=rank) for rank in range(4)]
     with pytest.raises(LayoutConfigError, match=r"^--kv-layout-strategy cp_shared: rank.*; accepted: [^\n]*$"):
         refuse_shared_owners(ranks)
 
 
 def test_every_rank_order_and_identity_are_accepted_at_start() -> None:
     for cls in (CpSharedLayout, _RanksInReverse):
-        refuse_shared_owners([cls(page_size=4, cp_size=4, cp_rank=rank) for rank in range(4)])
+        refuse_shared_owners([cls(page_size=4, shard_size=4, shard_rank=rank) for rank in range(4)])
     refuse_shared_owners([IdentityLayout(page_size=4)] * 4)
 
 
@@ -280,7 +282,7 @@ def test_a_strategy_that_raises_when_asked_is_refused_by_name() -> None:
             raise ZeroDivisionError("two\nlines")
 
     with pytest.raises(LayoutConfigError, match=r"cp_shared: ZeroDivisionError when asked .*: two lines; accepted"):
-        refuse_shared_owners([Raises(page_size=4, cp_size=2, cp_rank=rank) for rank in range(2)])
+        refuse_shared_owners([Raises(page_size=4, shard_size=2, shard_rank=rank) for rank in range(2)])
 
 
 def test_a_mapping_that_is_consistently_another_one_is_noticed_if_homes_are_stated() -> None:

@@ -32,7 +32,7 @@ HOST_PAGES = ([17], [40, 41], [8, 3])
 
 
 def _make_layout(rank: int, cp_size: int = 3, page_size: int = 2) -> CpSharedLayout:
-    return CpSharedLayout(page_size=page_size, cp_size=cp_size, cp_rank=rank)
+    return CpSharedLayout(page_size=page_size, shard_size=cp_size, shard_rank=rank)
 
 
 def _make_node(rank: int) -> CpHiCacheNodeMetadata:
@@ -82,7 +82,7 @@ def test_metadata_names_the_owned_tokens_and_their_host_slots(
     assert node.logical_len == 10
     assert node.owned_positions.tolist() == positions
     assert node.host_indices.tolist() == host_indices
-    assert node.pages_per_rank == (1, 2, 2)
+    assert node.pages_per_lane == (1, 2, 2)
     assert node.legacy_host_value is None
 
 
@@ -197,4 +197,4 @@ def test_any_prefix_is_spread_to_within_one_page(cp_size: int, data: st.DataObje
 )
 def test_an_impossible_group_names_the_value_and_the_range(cp_size: int, cp_rank: int, message: str) -> None:
     with pytest.raises(LayoutConfigError, match=re.escape(message)):
-        CpSharedLayout(page_size=16, cp_size=cp_size, cp_rank=cp_rank)
+        CpSharedLayout(page_size=16, shard_size=cp_size, shard_rank=cp_rank)

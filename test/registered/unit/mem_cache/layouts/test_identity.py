@@ -31,7 +31,7 @@ def test_metadata_keeps_the_legacy_meaning_one_host_index_a_token() -> None:
     node = layout.finish_backup(layout.plan_backup(page_array([5, 6])), page_array([9, 4]))
     assert node.logical_len == 4
     assert node.legacy_host_value.tolist() == [18, 19, 8, 9]
-    assert node.pages_per_rank == (2,)
+    assert node.pages_per_lane == (2,)
     assert sum(array.nbytes for array in stored_arrays(node)) == 16
 
 

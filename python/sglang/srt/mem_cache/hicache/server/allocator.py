@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from typing_extensions import override
 
-from ..slots.allocator import CPSharedPagedTokenToKVPoolAllocator
+from ..slots.allocator import LaneSlotAllocator
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from ..requests.pages import RequestPages
 
 
-class ServingSlotAllocator(CPSharedPagedTokenToKVPoolAllocator):
-    """`CPSharedPagedTokenToKVPoolAllocator` with a cache behind it and chain bases from the requests' tokens."""
+class ServingSlotAllocator(LaneSlotAllocator):
+    """`LaneSlotAllocator` with a cache behind it and chain bases from the requests' tokens."""
 
     request_pages: RequestPages | None = None  # of the cache behind it
     _make_room: Callable[[LaneArray], None] | None = None
@@ -77,7 +77,7 @@ class ServingSlotAllocator(CPSharedPagedTokenToKVPoolAllocator):
         num_new_pages: int | None = None,
         rotation_bases: Sequence[int | None] | None = None,
     ) -> torch.Tensor | None:
-        """See `CPSharedPagedTokenToKVPoolAllocator.alloc_extend`; None only if all lanes together are short."""
+        """See `LaneSlotAllocator.alloc_extend`; None only if all lanes together are short."""
         return super().alloc_extend(
             prefix_lens,
             prefix_lens_cpu,
@@ -125,7 +125,7 @@ class ServingSlotAllocator(CPSharedPagedTokenToKVPoolAllocator):
         """Free the pages that any of `free_index`, slots of shape ``[tokens]``, lies in.
 
         At once if it is a part of a request's row, without asking the device; else as
-        `CPSharedPagedTokenToKVPoolAllocator.free`, which is counted.
+        `LaneSlotAllocator.free`, which is counted.
         """
         requests = self.request_pages
         if requests is None:

@@ -121,8 +121,8 @@ def _options(config: str | Mapping[str, object] | None) -> Mapping[str, object]:
 def _read(file: str) -> str:
     try:
         return Path(file).read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:  # ValueError: a zero byte in the name, or bytes that are no UTF-8
-        reason = "is no UTF-8" if isinstance(error, UnicodeError) else getattr(error, "strerror", None) or error
+    except (OSError, ValueError) as error:  # ValueError: a zero byte in the name, or bytes that are not UTF-8
+        reason = "is not UTF-8" if isinstance(error, UnicodeError) else getattr(error, "strerror", None) or error
         raise LayoutConfigError(f"{CONFIG_FLAG}: cannot read {file!r}: {reason}; give JSON or @FILE") from error
 
 

@@ -25,7 +25,7 @@ from sglang.srt.mem_cache.layouts.pages import (
     whole_pages,
 )
 
-from .free_pages import slot_pages
+from .free_pages import free_slot_pages_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -60,7 +60,7 @@ class SlotAllocator(Protocol):
         ...
 
 
-class CPSharedPagedTokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
+class LaneSlotAllocator(BaseTokenToKVPoolAllocator):
     """SGLang's paged slot allocator, whose free pages are known by owner.
 
     `physical_size` is the number of token rows of this rank's device pool; `size` becomes the number of logical
@@ -118,7 +118,7 @@ class CPSharedPagedTokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
     @override
     def clear(self) -> None:
         """Everything is free again."""
-        self._pages = slot_pages(self.layout, self.num_pages)
+        self._pages = free_slot_pages_of(self.layout, self.num_pages)
         self.free_group = None
 
     @override
@@ -254,6 +254,10 @@ class CPSharedPagedTokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
         return self.layout.extend_lanes(int(self.layout.lanes_of(last_page)[0]), 1, end_page - first_page)
 
 
+CPSharedPagedTokenToKVPoolAllocator = LaneSlotAllocator
+"""The name in the first design, from before it served strategies with one lane too."""
+
+
 class StockSlotAllocator:
     """SGLang's own allocator, which has one lane, behind the `SlotAllocator` interface."""
 
@@ -283,6 +287,6 @@ class StockSlotAllocator:
 
 def slot_allocator(allocator: BaseTokenToKVPoolAllocator) -> SlotAllocator:
     """`allocator` if it has lanes, else SGLang's own one behind the same interface."""
-    if isinstance(allocator, CPSharedPagedTokenToKVPoolAllocator):
+    if isinstance(allocator, LaneSlotAllocator):
         return allocator
     return StockSlotAllocator(allocator)

@@ -57,7 +57,7 @@ class SlotPages(Protocol):
         ...
 
 
-def slot_pages(layout: AnyKVLayoutStrategy, pages: int) -> SlotPages:
+def free_slot_pages_of(layout: AnyKVLayoutStrategy, pages: int) -> SlotPages:
     """All of `pages` slot pages, free, behind one reserved page for each lane. See `TurnwiseLayout`."""
     first = layout.lane_count
     lanes = layout.lanes_of(np.arange(first, first + pages, dtype=np.int64))

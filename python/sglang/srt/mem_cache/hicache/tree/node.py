@@ -48,7 +48,7 @@ class LayoutTreeNode(TreeNode, Generic[MetadataT]):
         self.slot_pages: PageArray = NO_PAGES
         self.lane_pages: PageArray | None = None  # pages in each lane, kept by the tree while it counts them
         self.metadata: MetadataT | None = None
-        self.copy_pages: tuple[int, ...] = ()  # `metadata.pages_per_rank`, which strategies may have to count
+        self.copy_pages: tuple[int, ...] = ()  # `metadata.pages_per_lane`, which strategies may have to count
         self.device_children = 0
         self.host_children = 0
 
@@ -110,7 +110,7 @@ class LayoutTreeNode(TreeNode, Generic[MetadataT]):
         if self.metadata is None and self.parent is not None:
             self.parent.host_children += 1
         self.metadata = metadata
-        self.copy_pages = metadata.pages_per_rank
+        self.copy_pages = metadata.pages_per_lane
 
     def clear_metadata(self) -> None:
         """Forget the host copy; its host pages are the caller's to free."""

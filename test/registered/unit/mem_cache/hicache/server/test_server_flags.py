@@ -164,7 +164,7 @@ class TestFlags(FlagsTestCase):
             ("identity", "{", False, "must be JSON or @FILE"),
             ("identity", "@/nowhere/x.json", False, "cannot read '/nowhere/x.json': No such file"),
             ("identity", "@/no\0where", False, "cannot read '/no.*where': embedded null byte"),
-            ("identity", f"@{sys.executable}", False, "--kv-layout-config: cannot read '.*': is no UTF-8"),
+            ("identity", f"@{sys.executable}", False, "--kv-layout-config: cannot read '.*': is not UTF-8"),
             ("identity", "[" * 100_000, False, r"must be JSON or @FILE with JSON, got '\[{36}\.\.\.: "),
             ("", None, False, "--kv-layout-strategy must be one of identity, cp_shared, got ''"),
             ("", None, True, "implies --kv-layout-strategy cp_shared, got --kv-layout-strategy "),
