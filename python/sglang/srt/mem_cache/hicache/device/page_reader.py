@@ -54,8 +54,8 @@ class PageAccess(Protocol):
         """Rows of what `readable` gives for a buffer of `rows`."""
         ...
 
-    def begin_batch(self, slot_pages: Callable[[], torch.Tensor] | None) -> None:
-        """The forward pass that follows reads the logical pages that `slot_pages` gives; None stands for all.
+    def begin_batch(self, ask_pages: Callable[[], torch.Tensor] | None) -> None:
+        """The forward pass that follows reads the logical pages that `ask_pages` gives; None stands for all.
 
         int64, shape ``[pages]``, on the device. It is called at once, and only if somebody must gather them.
         """
@@ -87,7 +87,7 @@ class WholePages:
         """As many."""
         return rows
 
-    def begin_batch(self, slot_pages: Callable[[], torch.Tensor] | None) -> None:
+    def begin_batch(self, ask_pages: Callable[[], torch.Tensor] | None) -> None:
         """Every page is at hand."""
 
     def refuse_slots_as_rows(self, method: str) -> None:
@@ -148,10 +148,10 @@ class SharedPages:
         """See `PageAccess.readable_rows`."""
         return rows * self._lane_count
 
-    def begin_batch(self, slot_pages: Callable[[], torch.Tensor] | None) -> None:
+    def begin_batch(self, ask_pages: Callable[[], torch.Tensor] | None) -> None:
         """See `PageAccess.begin_batch`."""
         self._begun = True
-        self._batch = None if slot_pages is None else self._where(slot_pages())
+        self._batch = None if ask_pages is None else self._where(ask_pages())
         self._written = None
         self._filled.clear()
 
