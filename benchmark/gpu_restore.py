@@ -100,7 +100,7 @@ class Restore:
                 shard_rank=rank,
             )
         )
-        self.allocator = CPSharedPagedTokenToKVPoolAllocator(
+        self.allocator = LaneSlotAllocator(
             layout=self.layout,
             physical_size=own_pages * PAGE_SIZE,
             dtype=self.device_pool.dtype,

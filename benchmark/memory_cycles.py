@@ -67,7 +67,7 @@ def make_cache(layout_name: str, rank: int, ranks: int, policy: str) -> HiRadixC
         layers=1,
         geometry=MlaGeometry(kv_lora_rank=4, qk_rope_head_dim=2),
     )
-    allocator = CPSharedPagedTokenToKVPoolAllocator(
+    allocator = LaneSlotAllocator(
         layout=layout, physical_size=physical_size, dtype=torch.bfloat16, device="cpu", kvcache=pool
     )
     params = CacheInitParams(

@@ -51,7 +51,7 @@ class AllAlike:
 
 def make_rank(rank: int) -> HiRadixCache[Any]:
     """One rank's cache with its device pool, allocator, controller and host pool."""
-    layout = CpSharedLayout(page_size=PAGE, cp_size=RANKS, cp_rank=rank)
+    layout = CpSharedLayout(page_size=PAGE, shard_size=RANKS, shard_rank=rank)
     pool = build_device_pool(
         PoolKind.MLA,
         tokens=DEVICE_PAGES * PAGE,
@@ -59,7 +59,7 @@ def make_rank(rank: int) -> HiRadixCache[Any]:
         layers=1,
         geometry=MlaGeometry(kv_lora_rank=4, qk_rope_head_dim=4),
     )
-    allocator = CPSharedPagedTokenToKVPoolAllocator(
+    allocator = LaneSlotAllocator(
         layout=layout, physical_size=DEVICE_PAGES * PAGE, dtype=torch.bfloat16, device="cpu", kvcache=pool
     )
     params = CacheInitParams(

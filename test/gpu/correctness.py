@@ -33,6 +33,7 @@ import torch.multiprocessing as mp
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
+from typing_extensions import override
 
 from kvlayouts.replay.content import prefix_sums
 from sglang.srt.mem_cache.hicache.assemble import assemble_cache
@@ -93,6 +94,7 @@ class Case:
         """Whether the kernel has a part in every copy but those of long runs."""
         return (self.io_backend, self.mem_layout) == ("kernel", "layer_first")
 
+    @override
     def __str__(self) -> str:
         return f"{self.layout} x{self.ranks} {self.pool} {self.io_backend} {self.mem_layout}"
 
@@ -132,7 +134,7 @@ class Rank:
         self.layout = create_layout(
             LayoutConfig(name=case.layout, page_size=PAGE_SIZE, shard_size=case.ranks, shard_rank=number)
         )
-        self.allocator = CPSharedPagedTokenToKVPoolAllocator(
+        self.allocator = LaneSlotAllocator(
             layout=self.layout,
             physical_size=DEVICE_PAGES * PAGE_SIZE,
             dtype=self.device_pool.dtype,

@@ -19,6 +19,7 @@ from sglang.srt.mem_cache.l2_transfer import L2TransferEngine, TransferCompletio
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.test.test_utils import CustomTestCase
+from typing_extensions import override
 
 from sglang.srt.mem_cache.hicache.assemble import assemble_cache
 from sglang.srt.mem_cache.hicache.cpu.support import install_cpu_support
@@ -34,7 +35,7 @@ from sglang.srt.mem_cache.hicache.device.pools import (
 from sglang.srt.mem_cache.hicache.runtime import standalone_runtime
 from sglang.srt.mem_cache.hicache.seam.features import SINCE_0_5_23
 from sglang.srt.mem_cache.hicache.settings import HiCacheSettings, ShardGroup
-from sglang.srt.mem_cache.hicache.slots.allocator import CPSharedPagedTokenToKVPoolAllocator
+from sglang.srt.mem_cache.hicache.slots.allocator import LaneSlotAllocator
 from sglang.srt.mem_cache.layouts import AnyKVLayoutStrategy, GroupKind, LayoutConfig, PoolKind, create_layout
 
 if TYPE_CHECKING:
@@ -64,6 +65,7 @@ class CacheTestCase(CustomTestCase):
     """Publishes SGLang's process-wide settings for the tests of a class."""
 
     @classmethod
+    @override
     def setUpClass(cls) -> None:
         super().setUpClass()
         install_cpu_support()
@@ -114,11 +116,9 @@ def make_layout(spec: CacheSpec, rank: int) -> AnyKVLayoutStrategy:
     )
 
 
-def make_allocator(
-    spec: CacheSpec, layout: AnyKVLayoutStrategy, device_pool: KVCache
-) -> CPSharedPagedTokenToKVPoolAllocator:
+def make_allocator(spec: CacheSpec, layout: AnyKVLayoutStrategy, device_pool: KVCache) -> LaneSlotAllocator:
     """The laned slot allocator of one rank."""
-    return CPSharedPagedTokenToKVPoolAllocator(
+    return LaneSlotAllocator(
         layout=layout,
         physical_size=spec.device_pages * spec.page_size,
         dtype=torch.bfloat16,
@@ -310,12 +310,14 @@ class SlowEngine(L2TransferEngine):
         self.writes: list[list[L2Transfer]] = []
         self.loads: list[list[L2Transfer]] = []
 
+    @override
     def submit_device_to_host(self, transfers: list[L2Transfer]) -> TransferCompletion:
         """See `L2TransferEngine`."""
         self.writes.append(transfers)
         submit = super().submit_device_to_host
         return self._submit(self.write_events, lambda: submit(transfers))
 
+    @override
     def submit_host_to_device(
         self,
         transfers: list[L2Transfer],

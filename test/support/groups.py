@@ -310,7 +310,7 @@ def check_host(rank: Rank, *, surplus_pages: int = 0) -> None:
     """The ledger is what the nodes hold, on every rank, and this rank's pool agrees with it."""
     parts = [node.metadata for node in rank.nodes() if node.metadata is not None]
     ledger = rank.controller.ledger
-    used = tuple(np.sum([[0] * rank.spec.lanes, *(part.pages_per_rank for part in parts)], axis=0).tolist())
+    used = tuple(np.sum([[0] * rank.spec.lanes, *(part.pages_per_lane for part in parts)], axis=0).tolist())
     assert ledger.used_pages == used
     lane = rank.number if rank.spec.lanes > 1 else 0
     assert ledger.free_pages[lane] + surplus_pages == rank.host_free_pages()

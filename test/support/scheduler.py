@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.sampling.sampling_params import SamplingParams
+from typing_extensions import override
 
 from sglang.srt.mem_cache.hicache.assemble import assemble_cache
 from sglang.srt.mem_cache.hicache.check.invariants import violations
@@ -198,10 +199,12 @@ class _Allocator(ServingSlotAllocator):
 
     as_device: Callable[[torch.Tensor], torch.Tensor] = staticmethod(lambda tensor: tensor)
 
+    @override
     def slots(self, slot_pages: PageArray) -> torch.Tensor:
         return self.as_device(super().slots(slot_pages))
 
-    def alloc_extend(self, *positional: Any, **named: Any) -> torch.Tensor | None:  # noqa: ANN401
+    @override
+    def alloc_extend(self, *positional: Any, **named: Any) -> torch.Tensor | None:
         slots = super().alloc_extend(*positional, **named)
         return None if slots is None else self.as_device(slots)
 

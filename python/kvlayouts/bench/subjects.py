@@ -94,11 +94,13 @@ class Subject(Protocol):
 class NoCopyEngine(L2TransferEngine):
     """SGLang's engine with nothing to copy: streams, events and layer counters only."""
 
+    @override
     def submit_device_to_host(self, transfers: list[L2Transfer]) -> TransferCompletion:
         """Record the events of a backup."""
         return super().submit_device_to_host([])
 
-    def submit_host_to_device(self, transfers: list[L2Transfer], **call: Any) -> TransferCompletion:  # noqa: ANN401
+    @override
+    def submit_host_to_device(self, transfers: list[L2Transfer], **call: Any) -> TransferCompletion:
         """Record the events of a load."""
         return super().submit_host_to_device([], **call)
 

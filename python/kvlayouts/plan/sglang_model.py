@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
+from typing_extensions import override
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of kernels that this machine does not have
@@ -125,12 +126,13 @@ class SGLangModel:
 class ConfigFileParser(ModelConfigParserBase):
     """Reads a config.json as SGLang does, but runs no code that lies beside it."""
 
+    @override
     def parse(
         self,
         model: str | Path,
         trust_remote_code: bool,
         revision: str | None = None,
-        **others: Any,  # noqa: ANN401  # Transformers' keywords
+        **others: Any,  # Transformers' keywords
     ) -> PretrainedConfig:
         """The configuration in the folder `model`."""
         fields, _ = PretrainedConfig.get_config_dict(model, revision=revision)

@@ -192,7 +192,7 @@ def two_stages(world: World, *, capacities: list[int], ready: list[int]) -> tupl
 
 def lanes_that_ranks_share(world: World, *, lanes: list[int], counts: list[int]) -> str:
     """What each rank is told at start, where rank i stores lane ``lanes[i]`` of ``counts[i]``."""
-    layout = CpSharedLayout(page_size=4, cp_size=counts[world.number], cp_rank=lanes[world.number])
+    layout = CpSharedLayout(page_size=4, shard_size=counts[world.number], shard_rank=lanes[world.number])
     try:
         refuse_lanes_that_ranks_share(layout, world.group, peer_seconds=60)
     except LayoutConfigError as error:

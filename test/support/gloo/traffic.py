@@ -314,7 +314,8 @@ class AckQueue(list[Any]):
         super().__init__()
         self._log = log
 
-    def append(self, ack: Any) -> None:  # noqa: ANN401  # whatever SGLang calls an ack
+    @override
+    def append(self, ack: Any) -> None:  # whatever SGLang calls an ack
         """As a list, and write it down."""
         super().append(ack)
         self._log.append((tuple(ack.node_ids), ack.num_tokens))

@@ -178,8 +178,8 @@ def _stock_allocator(case: Case, pool: KVCache) -> PagedTokenToKVPoolAllocator:
     )
 
 
-def _lane_allocator(case: Case, pool: KVCache, layout: IdentityLayout) -> CPSharedPagedTokenToKVPoolAllocator:
-    return CPSharedPagedTokenToKVPoolAllocator(
+def _lane_allocator(case: Case, pool: KVCache, layout: IdentityLayout) -> LaneSlotAllocator:
+    return LaneSlotAllocator(
         layout=layout, physical_size=case.device_pages * case.page_size, dtype=pool.dtype, device="cpu", kvcache=pool
     )
 

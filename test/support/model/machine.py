@@ -275,6 +275,7 @@ class CacheMachine(RuleBasedStateMachine):
             assert self.copied_to_evict or not rank.engine.waits, "the scheduler waited for a copy that nothing needed"
         self._check_bytes(group.ranks[self.step % group.spec.ranks])
 
+    @override
     def teardown(self) -> None:
         """End everything; what is left on the host comes back byte for byte; nothing stays locked or taken."""
         if not hasattr(self, "group"):

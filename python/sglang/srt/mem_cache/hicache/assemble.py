@@ -69,7 +69,7 @@ def assemble_cache(
     allocator = params.token_to_kv_pool_allocator
     slots = slot_allocator(allocator)
     layout.validate(observe_environment(params, slots, settings, group))
-    refuse_lane(layout.name, lane_count=layout.lane_count, lane=layout.lane, ranks=group.size)
+    refuse_lane(layout.name, lane_count=layout.lane_count, lane=layout.lane, shard_size=group.size)
     refuse_storage_backend(layout, settings.storage_backend)
     if agreement is None:
         agreement = RankAgreement(

@@ -87,9 +87,11 @@ class HiRadixCache(NoStorageTier, SchedulerCalls[MetadataT], Generic[MetadataT])
         self.kv_events = parts.events
         self.metrics_collector = parts.report.collector
 
+    @override
     def init_metrics_collector(self) -> None:
         """SGLang's constructor would make one, which knows no rank; ours comes with the report."""
 
+    @override
     def reset(self) -> None:
         """Drop the whole cache, transfers under way included, and give all host memory back.
 
@@ -103,6 +105,7 @@ class HiRadixCache(NoStorageTier, SchedulerCalls[MetadataT], Generic[MetadataT])
         self.root_node = tree.root
         self.parts.events.record_all_cleared()
 
+    @override
     def release_host_resources(self) -> None:
         """Unregister pinned host memory before the process ends, when the copies under way have ended."""
         self.cache_controller.wait_for_copies()
@@ -125,10 +128,12 @@ class HiRadixCache(NoStorageTier, SchedulerCalls[MetadataT], Generic[MetadataT])
             raise LayoutInvariantError("a cache that was made without a request pool was given a request")
         return self.requests
 
+    @override
     def inc_lock_ref(self, node: LayoutTreeNode[MetadataT]) -> IncLockRefResult:
         """Keep `node` and its prefix from eviction. `delta` is the change of the evictable tokens (<= 0)."""
         return IncLockRefResult(delta=0 if self.disable else self.parts.accounting.lock(node))
 
+    @override
     def dec_lock_ref(
         self,
         node: LayoutTreeNode[MetadataT],
@@ -147,6 +152,7 @@ class HiRadixCache(NoStorageTier, SchedulerCalls[MetadataT], Generic[MetadataT])
         backups = self.parts.backups
         return backups.back_up_leaving(node) if write_back else backups.back_up(node)
 
+    @override
     def evict(self, params: EvictParams) -> EvictResult:
         """Free at least `num_tokens` slots from unlocked leaves, or all that can be freed."""
         return EvictResult(num_tokens_evicted=self.parts.device_room.evict(params.num_tokens))
@@ -179,6 +185,7 @@ class HiRadixCache(NoStorageTier, SchedulerCalls[MetadataT], Generic[MetadataT])
             node = node.parent
         return LoadedBack(self.parts.tree.nothing_found.slots, node)
 
+    @override
     def ready_to_load_host_cache(self) -> int:
         """Start the queued loads; returns the layer counter to wait on, or -1."""
         return self.cache_controller.start_loading()
@@ -191,6 +198,7 @@ class HiRadixCache(NoStorageTier, SchedulerCalls[MetadataT], Generic[MetadataT])
 
     # Acknowledgements.
 
+    @override
     def check_hicache_events(self) -> None:
         """Settle the transfers that have finished on every rank: one reduction, whatever is pending."""
         self.parts.transfers.settle()
@@ -220,18 +228,22 @@ class HiRadixCache(NoStorageTier, SchedulerCalls[MetadataT], Generic[MetadataT])
 
     # Inspection.
 
+    @override
     def evictable_size(self) -> int:
         """Unlocked logical tokens on the device."""
         return self.parts.accounting.evictable_tokens
 
+    @override
     def protected_size(self) -> int:
         """Locked logical tokens on the device."""
         return self.parts.accounting.protected_tokens
 
+    @override
     def total_size(self) -> int:
         """Logical tokens on the device."""
         return self.parts.tree.total_size()
 
+    @override
     def all_values_flatten(self) -> torch.Tensor:
         """Every slot that the tree holds: int64, shape ``[tokens]``, on the pool's device."""
         return self.parts.tree.all_values_flatten()

@@ -22,6 +22,7 @@ import pytest
 from rich.console import Console
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.test_utils import CustomTestCase
+from typing_extensions import override
 
 from kvlayouts import main as command
 from kvlayouts.bench import deferred, requests, tree_sizes
@@ -90,7 +91,7 @@ class TestPlanning(CustomTestCase):
     def test_by_page_and_by_token_the_same_rows_are_copied_on_every_rank(self) -> None:
         rng = np.random.default_rng(0)
         for rank in range(3):
-            layout = CpSharedLayout(page_size=4, cp_size=3, cp_rank=rank)
+            layout = CpSharedLayout(page_size=4, shard_size=3, shard_rank=rank)
             slot_pages = 3 + rng.permutation(30).astype(np.int64)[:20]
             new_pages = slot_pages + 30
             host_pages = rng.permutation(40).astype(np.int64)[: int((slot_pages % 3 == rank).sum())]
@@ -220,6 +221,7 @@ class TestDeferred(CustomTestCase):
 class TestTreeSizes(CustomTestCase):
     """Eviction and growth are read off the same trees; neither may go by the other's name."""
 
+    @override
     def setUp(self) -> None:
         micros = {"match": 1.0, "evict device": 2.0, "evict host": 3.0}
         replaced = {

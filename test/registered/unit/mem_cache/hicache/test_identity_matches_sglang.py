@@ -37,6 +37,7 @@ from hypothesis import strategies as st
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.test_utils import CustomTestCase
+from typing_extensions import override
 
 from sglang.srt.mem_cache.hicache.accepted import WritePolicy
 from sglang.srt.mem_cache.hicache.cpu.support import install_cpu_support
@@ -148,6 +149,7 @@ class _OneRank(CustomTestCase):
     _folder: ClassVar[tempfile.TemporaryDirectory[str]]
 
     @classmethod
+    @override
     def setUpClass(cls) -> None:
         install_cpu_support()
         cls._folder = tempfile.TemporaryDirectory()
@@ -155,6 +157,7 @@ class _OneRank(CustomTestCase):
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
 
     @classmethod
+    @override
     def tearDownClass(cls) -> None:
         dist.destroy_process_group()
         cls._folder.cleanup()

@@ -62,7 +62,7 @@ class TestBackupsAndHostMemory(CacheTestCase):
         finish = rank.layout.finish_backup
 
         def finish_half(plan: Any, host_pages: Any) -> Any:  # noqa: ANN401  # of whatever strategy
-            return rank.layout.split(finish(plan, host_pages), 4)[0]
+            return finish(plan, host_pages).split(4)[0]
 
         object.__setattr__(rank.controller, "layout", _With(rank.layout, finish_backup=finish_half))
         self._assert_loud(lambda: self._back_up(rank), r"metadata of 4 tokens for node \d+ of 16")

@@ -10,6 +10,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from typing_extensions import override
+
 from sglang.srt.mem_cache.layouts.errors import LayoutConfigError
 from sglang.srt.mem_cache.layouts.registry import known_layouts
 
@@ -32,6 +34,7 @@ class CheckLine:
     found: str
     mend: str = ""
 
+    @override
     def __str__(self) -> str:
         mend = f"; {self.mend}" if self.mend else ""
         return f"{'ok    ' if self.passed else 'FAILED'}  {self.name}: {self.found}{mend}"

@@ -42,10 +42,12 @@ class HostCpuPlatform(CpuDeviceMixin, PoolClasses):
         """The one device, by name, as SGLang needs it to fill in a missing ``--device``."""
         return self.device_name
 
+    @override
     def is_pin_memory_available(self, device: object = None) -> bool:
         """There is nothing to pin memory for."""
         return False
 
+    @override
     def get_default_attention_backend(self) -> str:
         """The backend that is plain torch."""
         return "torch_native"
@@ -60,16 +62,19 @@ class HostCpuPlatform(CpuDeviceMixin, PoolClasses):
 
         return CpuMLATokenToKVPool if kind == "mla" else CpuDSATokenToKVPool
 
+    @override
     def get_paged_allocator_cls(self) -> type:
         """SGLang's without Triton."""
         from .pools import CpuPagedTokenToKVPoolAllocator
 
         return CpuPagedTokenToKVPoolAllocator
 
+    @override
     def get_graph_runner_cls(self) -> None:
         """There are no graphs to capture."""
         return
 
+    @override
     def get_dispatch_key_name(self) -> str:
         """Operators run their plain-torch version."""
         return "native"

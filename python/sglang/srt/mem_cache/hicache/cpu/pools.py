@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator, alloc_extend_naive
 from sglang.srt.utils import get_num_new_pages
+from typing_extensions import override
 
 from ..device.shared_pools import INDEX, LayoutDSATokenToKVPool, LayoutIndexKeyCache, LayoutMLATokenToKVPool
 
@@ -30,11 +31,13 @@ class CpuMLATokenToKVPool(LayoutMLATokenToKVPool):
             raise ValueError(f"an MLA pool has no index keys: index_head_dim must be None, got {index_head_dim}")
         super().__init__(*arguments, **named)
 
+    @override
     def _scatter_mla_rows(
         self, dst_buffer: torch.Tensor, loc: torch.Tensor, cache_k_nope: torch.Tensor, cache_k_rope: torch.Tensor
     ) -> None:
         _scatter_rows(dst_buffer, loc, cache_k_nope, cache_k_rope)
 
+    @override
     def get_mla_kv_buffer(
         self, layer: RadixAttention, loc: torch.Tensor, dst_dtype: torch.dtype | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -46,6 +49,7 @@ class CpuMLATokenToKVPool(LayoutMLATokenToKVPool):
 class CpuIndexKeyCache(LayoutIndexKeyCache):
     """Index keys in host memory: a page is ``page_size`` keys, then as many scales."""
 
+    @override
     def store_quantized(
         self, layer_id: int, loc: torch.Tensor, index_k: torch.Tensor, index_k_scale: torch.Tensor
     ) -> None:
@@ -65,9 +69,11 @@ class CpuIndexKeyCache(LayoutIndexKeyCache):
 class CpuDSATokenToKVPool(LayoutDSATokenToKVPool):
     """DSA pool in host memory. SGLang starts no DSA model on a CPU: for tests and replay."""
 
+    @override
     def _create_index_key_cache(self) -> IndexKeyCache:
         return CpuIndexKeyCache(self, self.index_buf_size)
 
+    @override
     def _scatter_mla_rows(
         self, dst_buffer: torch.Tensor, loc: torch.Tensor, cache_k_nope: torch.Tensor, cache_k_rope: torch.Tensor
     ) -> None:

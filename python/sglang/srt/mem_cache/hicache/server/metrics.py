@@ -20,6 +20,7 @@ from sglang.srt.observability.metrics_collector import (
     resolve_collector_class,
 )
 from sglang.srt.runtime_context import get_observability
+from typing_extensions import override
 
 from ..radix_cache import HiRadixCache
 
@@ -89,15 +90,19 @@ def traffic_collector(cache_type: str, rank: ReportingRank) -> RadixCacheMetrics
 class _NoTokens(RadixCacheMetricsCollector):
     """The collector of a rank whose tokens another one counts."""
 
+    @override
     def increment_backup_num_tokens(self, num_tokens: int, pool: str) -> None:
         pass
 
+    @override
     def increment_load_back_num_tokens(self, num_tokens: int, pool: str) -> None:
         pass
 
+    @override
     def increment_eviction_num_tokens(self, num_tokens: int) -> None:
         pass
 
+    @override
     def increment_dropped_tokens(self, num_tokens: int, reason: str, pool: str) -> None:
         pass
 

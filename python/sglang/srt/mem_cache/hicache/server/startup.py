@@ -18,9 +18,10 @@ import msgspec
 from sglang.srt.runtime_context import get_parallel
 
 from sglang.srt.mem_cache import kv_cache_configurator
+from sglang.srt.mem_cache.layouts.capabilities import shares_pools
 from sglang.srt.mem_cache.layouts.config import GroupKind
 from sglang.srt.mem_cache.layouts.errors import LayoutConfigError, LayoutInvariantError
-from sglang.srt.mem_cache.layouts.owners import shares_pools
+from sglang.srt.mem_cache.layouts.owners import shares_pages_out
 
 from ..assemble import assemble_cache
 from ..device.page_reader import SharedPages, group_sum
@@ -144,9 +145,9 @@ def share_pool(pool: KVCache, layout: AnyKVLayoutStrategy) -> None:
     Raises `LayoutConfigError` if pages lie on several ranks and the pool's class, or the strategy, has no way to
     bring them together.
     """
-    name, lane_count, page_size = layout.name, layout.lane_count, layout.page_size
-    if lane_count == 1:
+    if not shares_pages_out(layout):
         return
+    name, lane_count, page_size = layout.name, layout.lane_count, layout.page_size
     if not isinstance(pool, LayoutMLATokenToKVPool):
         raise LayoutConfigError(
             f"--kv-layout-strategy {name} does not support the KV pool {type(pool).__name__}: "

@@ -16,6 +16,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Generic
 
 from sglang.srt.mem_cache.radix_cache import TreeNode
+from typing_extensions import override
 
 from sglang.srt.mem_cache.layouts.errors import LayoutInvariantError
 from sglang.srt.mem_cache.layouts.pages import NO_PAGES, PageArray
@@ -52,7 +53,8 @@ class LayoutTreeNode(TreeNode, Generic[MetadataT]):
         self.device_children = 0
         self.host_children = 0
 
-    @property
+    @property  # type: ignore[explicit-override]  # mypy misses it where there is a setter
+    @override
     def key(self) -> RadixKey:
         """The node's tokens."""
         return self._key
@@ -119,7 +121,7 @@ class LayoutTreeNode(TreeNode, Generic[MetadataT]):
         if self.metadata is None and self.parent is not None:
             self.parent.host_children += 1
         self.metadata = metadata
-        self.copy_pages = metadata.pages_per_rank
+        self.copy_pages = metadata.pages_per_lane
 
     def clear_metadata(self) -> None:
         """Forget the host copy; its host pages are the caller's to free."""

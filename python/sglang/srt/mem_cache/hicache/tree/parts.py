@@ -83,7 +83,12 @@ def build_tree_parts(
     in_flight: InFlight[MetadataT] = InFlight()
     accounting = Accounting(layout, priority)
     tree = LayoutRadixTree(
-        layout, accounting=accounting, in_flight=in_flight, events=events, device=device, bigrams=bigrams
+        page_size=layout.page_size,
+        accounting=accounting,
+        in_flight=in_flight,
+        events=events,
+        device=device,
+        bigrams=bigrams,
     )
     transfers = Transfers(
         controller, agreement=agreement, accounting=accounting, in_flight=in_flight, events=events, report=report

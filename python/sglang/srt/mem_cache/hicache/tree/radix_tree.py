@@ -19,7 +19,7 @@ from sglang.srt.mem_cache.utils import compute_node_hash_values, split_node_hash
 
 from sglang.srt.mem_cache.layouts.errors import LayoutInvariantError
 from sglang.srt.mem_cache.layouts.pages import PageArray, pages_of_tokens, tokens_of_pages
-from sglang.srt.mem_cache.layouts.protocol import KVLayoutStrategy, MetadataT
+from sglang.srt.mem_cache.layouts.protocol import MetadataT
 
 from .calls import Inserted, Match
 from .node import LayoutTreeNode, parent_of
@@ -45,17 +45,16 @@ class LayoutRadixTree(Generic[MetadataT]):
 
     def __init__(
         self,
-        layout: KVLayoutStrategy[MetadataT],
         *,
+        page_size: int,
         accounting: Accounting[MetadataT],
         in_flight: InFlight[MetadataT],
         events: KVCacheEventRecorder,
         device: torch.device,
         bigrams: bool = False,
     ) -> None:
-        self.page_size = layout.page_size
+        self.page_size = page_size
         self.bigrams = bigrams
-        self._layout = layout
         self._accounting = accounting
         self._in_flight = in_flight
         self._events = events
@@ -236,7 +235,7 @@ class LayoutRadixTree(Generic[MetadataT]):
             upper.set_slots(value[:split_len].clone(), slot_pages[:pages].copy())
             child.set_slots(value[split_len:].clone(), slot_pages[pages:].copy())
         if metadata is not None:
-            first, rest = self._layout.split(metadata, split_len)
+            first, rest = metadata.split(split_len)
             upper.set_metadata(first)
             child.set_metadata(rest)
         self._in_flight.split(upper, child)

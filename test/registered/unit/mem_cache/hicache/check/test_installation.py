@@ -10,6 +10,7 @@ from unittest import mock
 from sglang.srt.plugins import load_plugins
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.test_utils import CustomTestCase
+from typing_extensions import override
 
 from kvlayouts import main as command
 from sglang.srt.mem_cache.hicache.check import installation
@@ -25,6 +26,7 @@ register_cpu_ci(est_time=60, suite="base-a-test-cpu")
 
 class TestCheck(CustomTestCase):
     @classmethod
+    @override
     def setUpClass(cls) -> None:
         super().setUpClass()
         load_plugins()

@@ -11,6 +11,7 @@ from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool, MHATokenToKVPool, MLATokenToKVPool
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.test_utils import CustomTestCase
+from typing_extensions import override
 
 from sglang.srt.mem_cache.hicache.cpu.platform import HostCpuPlatform
 from sglang.srt.mem_cache.hicache.cpu.pools import CpuMLATokenToKVPool, CpuPagedTokenToKVPoolAllocator
@@ -26,6 +27,7 @@ SIZE, PAGE = 32, 4
 
 class TestCpuPools(CustomTestCase):
     @classmethod
+    @override
     def setUpClass(cls) -> None:
         super().setUpClass()
         install_cpu_support()

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from sglang.srt.plugins import load_plugins
 from sglang.test.ci.ci_register import register_cpu_ci
+from typing_extensions import override
 
 from sglang.srt.mem_cache.hicache.copies.transfer import HostTransfer
 from sglang.srt.mem_cache.hicache.cpu.pools import CpuDSATokenToKVPool
@@ -166,10 +167,12 @@ def read_like_sglang(pool: LayoutMLATokenToKVPool, layer: int) -> torch.Tensor:
 
 class TestIndexWrites(CacheTestCase):
     @classmethod
+    @override
     def setUpClass(cls) -> None:
         super().setUpClass()
         load_plugins()
 
+    @override
     def setUp(self) -> None:
         torch.manual_seed(1)
         self.indexer = BareIndexer()

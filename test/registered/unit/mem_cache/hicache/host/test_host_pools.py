@@ -84,6 +84,7 @@ class Bench:
 
 class TestTransfersBetweenRealPools(CacheTestCase):
     @classmethod
+    @override
     def setUpClass(cls) -> None:
         super().setUpClass()
         assert install_cpu_support()
@@ -174,6 +175,7 @@ class TestController(CacheTestCase):
 
 class TestHostPools(CacheTestCase):
     @classmethod
+    @override
     def setUpClass(cls) -> None:
         super().setUpClass()
         assert install_cpu_support()

@@ -14,6 +14,7 @@ from sglang.srt.mem_cache.hicache.accepted import WritePolicy
 from sglang.srt.mem_cache.hicache.check.invariants import violations
 from sglang.srt.mem_cache.hicache.tree.calls import Insertion
 from sglang.srt.mem_cache.layouts import LayoutInvariantError
+from sglang.srt.mem_cache.layouts.testing_metadata import stored_arrays
 from support.caches import CacheSpec, CacheTestCase, Rank, chain
 from support.groups import Group, Request
 
@@ -260,7 +261,9 @@ class TestLifetimes(CacheTestCase):
                 arrays = [node.slot_pages, node.metadata.host_pages, getattr(node.metadata, "lanes", node.slot_pages)]
                 for owner in arrays:
                     self.assertIsNone(owner.base)
-                self.assertLessEqual(node.metadata.nbytes, node.tokens // 4 * (8 + 2))
+                self.assertLessEqual(
+                    sum(array.nbytes for array in stored_arrays(node.metadata)), node.tokens // 4 * (8 + 2)
+                )
 
 
 def _start(group: Group, *pages: int) -> Request:
