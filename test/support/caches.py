@@ -321,7 +321,7 @@ class SlowEngine(L2TransferEngine):
     def submit_host_to_device(
         self,
         transfers: list[L2Transfer],
-        **named: Any,  # noqa: ANN401  # as the release has them
+        **named: Any,  # as the release has them
     ) -> TransferCompletion:
         """See `L2TransferEngine`."""
         self.loads.append(transfers)

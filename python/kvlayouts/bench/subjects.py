@@ -22,6 +22,7 @@ from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.l2_transfer import L2TransferEngine
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.mem_cache.radix_cache import RadixKey
+from typing_extensions import override
 
 from kvlayouts.common.trace import default_device_tokens
 from sglang.srt.mem_cache.hicache.agreement import RankAgreement
@@ -31,7 +32,7 @@ from sglang.srt.mem_cache.hicache.device.pools import MlaGeometry, build_device_
 from sglang.srt.mem_cache.hicache.runtime import standalone_runtime
 from sglang.srt.mem_cache.hicache.seam.sglang import submit_load
 from sglang.srt.mem_cache.hicache.settings import HiCacheSettings, ShardGroup
-from sglang.srt.mem_cache.hicache.slots.allocator import CPSharedPagedTokenToKVPoolAllocator
+from sglang.srt.mem_cache.hicache.slots.allocator import LaneSlotAllocator
 from sglang.srt.mem_cache.hicache.tree.calls import Insertion
 from sglang.srt.mem_cache.layouts import GroupKind, LayoutConfig, PoolKind, create_layout
 from sglang.srt.mem_cache.layouts.errors import LayoutInvariantError
@@ -130,7 +131,7 @@ class OurSubject:
         )
         rank_tokens = sizes.device_tokens // self.layout.lane_count
         pool = device_pool(rank_tokens, sizes.page_size)
-        self.allocator = CPSharedPagedTokenToKVPoolAllocator(
+        self.allocator = LaneSlotAllocator(
             layout=self.layout, physical_size=rank_tokens, dtype=pool.dtype, device="cpu", kvcache=pool
         )
         self.cache: HiRadixCache[Any] = assemble_cache(

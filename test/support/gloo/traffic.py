@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+from typing_extensions import override
 
 from sglang.srt.mem_cache.hicache.check.digest import tree_digest
 from sglang.srt.mem_cache.hicache.tree.calls import Insertion

@@ -19,6 +19,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Generic
 
 from sglang.srt.mem_cache.base_prefix_cache import DecLockRefResult, EvictResult, IncLockRefResult
+from typing_extensions import override
 
 from sglang.srt.mem_cache.layouts.errors import LayoutInvariantError
 from sglang.srt.mem_cache.layouts.protocol import KVLayoutStrategy, MetadataT
@@ -113,15 +114,18 @@ class HiRadixCache(NoStorageTier, SchedulerCalls[MetadataT], Generic[MetadataT])
 
     # Requests. What SGLang's scheduler calls instead stands in `seam.calls`.
 
+    @override
     def match(self, key: RadixKey) -> Match[MetadataT]:
         """See `LayoutRadixTree.match`."""
         return self.parts.tree.nothing_found if self.disable else self.parts.tree.match(key)
 
+    @override
     def put(self, insertion: Insertion) -> Inserted[MetadataT]:
         """See `LayoutRadixTree.insert`. Nodes that are used often enough are backed up."""
         return Inserted(known_tokens=0, node=self.root_node) if self.disable else self.parts.insert(insertion)
 
     @property
+    @override
     def insertion(self) -> RequestInsertion[MetadataT]:
         """The steps of putting a request into the tree. `LayoutInvariantError` without a request pool."""
         if self.requests is None:
@@ -175,6 +179,7 @@ class HiRadixCache(NoStorageTier, SchedulerCalls[MetadataT], Generic[MetadataT])
         """See `LoadBacks.load_back`."""
         return self.parts.load_backs.load_back(node, mem_quota)
 
+    @override
     def bring_back(self, node: LayoutTreeNode[MetadataT], mem_quota: int | None = None) -> LoadedBack[MetadataT]:
         """Load back what a match found on the host, down to its `host_node`: all of it or nothing."""
         if node.value is None:

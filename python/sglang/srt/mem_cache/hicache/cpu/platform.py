@@ -12,6 +12,7 @@ import os
 
 from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
+from typing_extensions import override
 
 from ..seam.platforms import PoolClasses, PoolName
 
@@ -52,6 +53,7 @@ class HostCpuPlatform(CpuDeviceMixin, PoolClasses):
         """The backend that is plain torch."""
         return "torch_native"
 
+    @override
     def pool_class(self, kind: PoolName) -> type:
         """SGLang's own without Triton, which its pool of keys and values does not need."""
         if kind == "mha":

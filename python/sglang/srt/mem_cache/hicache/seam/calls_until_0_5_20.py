@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Generic
 
 import torch
 from sglang.srt.mem_cache.base_prefix_cache import InsertResult, MatchResult
+from typing_extensions import override
 
 from sglang.srt.mem_cache.layouts.errors import LayoutInvariantError
 from sglang.srt.mem_cache.layouts.protocol import MetadataT
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 class SchedulerCalls(OwnCalls[MetadataT], Generic[MetadataT]):
     """A chunk of a prompt is no use of the nodes that it passes; whatever else is inserted is."""
 
+    @override
     def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
         """See `HiRadixCache.match`."""
         found = self.match(params.key)
@@ -37,6 +39,7 @@ class SchedulerCalls(OwnCalls[MetadataT], Generic[MetadataT]):
             host_hit_length=found.host_tokens,
         )
 
+    @override
     def insert(self, params: InsertParams) -> InsertResult:
         """See `HiRadixCache.put`."""
         if params.value is None:
@@ -51,10 +54,12 @@ class SchedulerCalls(OwnCalls[MetadataT], Generic[MetadataT]):
         )
         return InsertResult(prefix_len=inserted.known_tokens, last_device_node=inserted.node)
 
+    @override
     def init_load_back(self, params: InitLoadBackParams) -> tuple[torch.Tensor, LayoutTreeNode[MetadataT]]:
         """See `HiRadixCache.bring_back`."""
         return self.bring_back(params.best_match_node, params.mem_quota)
 
+    @override
     def cache_finished_req(self, req: SchedulerRequest, is_insert: bool = True, *, kv_len_to_handle: int) -> None:
         """Put the whole pages of a request that has ended into the tree, or give all back, and unlock its prefix."""
         kept = req.kv.cache_protected_len
@@ -66,6 +71,7 @@ class SchedulerCalls(OwnCalls[MetadataT], Generic[MetadataT]):
             self.dec_lock_ref(req.last_node)
         self.insertion.ended(req, kv_len_to_handle)
 
+    @override
     def cache_unfinished_req(self, req: SchedulerRequest, chunked: bool = False) -> None:
         """Put the whole pages of a request that goes on into the tree, and lock them for it."""
         if self.disable:

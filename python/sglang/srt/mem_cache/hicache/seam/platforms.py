@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Final, Literal, TypeAlias
 
 from sglang.srt.platforms.interface import SRTPlatform
+from typing_extensions import override
 
 PoolName: TypeAlias = Literal["mha", "mla", "dsa"]
 SINCE_0_5_23: Final[bool] = hasattr(SRTPlatform, "get_kv_pool_cls")
@@ -25,14 +26,17 @@ class PoolClasses(SRTPlatform):
 
     else:
 
+        @override
         def get_mha_kv_pool_cls(self) -> type:
             """See `pool_class`."""
             return self.pool_class("mha")
 
+        @override
         def get_mla_kv_pool_cls(self) -> type:
             """See `pool_class`."""
             return self.pool_class("mla")
 
+        @override
         def get_dsa_kv_pool_cls(self) -> type:
             """See `pool_class`."""
             return self.pool_class("dsa")

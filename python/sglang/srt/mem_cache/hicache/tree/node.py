@@ -49,7 +49,7 @@ class LayoutTreeNode(TreeNode, Generic[MetadataT]):
         self.lane_pages: PageArray | None = None  # pages in each lane, kept by the tree while it counts them
         self.metadata: MetadataT | None = None
         self.host_ref_counter = 0
-        self.copy_pages: tuple[int, ...] = ()  # `metadata.pages_per_rank`, which strategies may have to count
+        self.copy_pages: tuple[int, ...] = ()  # `metadata.pages_per_lane`, which strategies may have to count
         self.device_children = 0
         self.host_children = 0
 
@@ -90,10 +90,12 @@ class LayoutTreeNode(TreeNode, Generic[MetadataT]):
         if value is not None:
             raise TypeError(f"host_value is derived from metadata, got {type(value).__name__}")
 
+    @override
     def protect_host(self) -> None:
         """Keep the host copy until `release_host`, once for each call."""
         self.host_ref_counter += 1
 
+    @override
     def release_host(self) -> None:
         """Undo one `protect_host`. `LayoutInvariantError`, with nothing changed, if none is left."""
         if self.host_ref_counter == 0:

@@ -16,6 +16,7 @@ from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool, KVCache
 from sglang.srt.mem_cache.pool_host import HostKVCache, HostPoolGroup
 from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 from sglang.test.ci.ci_register import register_cpu_ci
+from typing_extensions import override
 
 from sglang.srt.mem_cache.hicache.cpu.support import install_cpu_support
 from sglang.srt.mem_cache.hicache.device.pools import (
