@@ -26,7 +26,10 @@ def supported_releases() -> tuple[str, ...]:
 
 
 def holds(condition: str, release: str) -> bool:
-    """Whether ``SINCE_0_5_23`` is true of a release; a suffix such as ``.post1`` changes nothing."""
+    """Whether ``SINCE_0_5_23`` is true of a release; a suffix such as ``.post1`` changes nothing.
+
+    Raises `ValueError` for a condition of another form.
+    """
     found = _CONDITION.fullmatch(condition)
     if found is None:
         raise ValueError(f"condition must look like SINCE_0_5_23, got {condition!r}")

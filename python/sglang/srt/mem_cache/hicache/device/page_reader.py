@@ -169,7 +169,7 @@ class SharedPages:
         return window
 
     def refuse_slots_as_rows(self, method: str) -> None:
-        """See `PageAccess.refuse_slots_as_rows`."""
+        """See `PageAccess.refuse_slots_as_rows`: always a `LayoutInvariantError`."""
         raise LayoutInvariantError(f"{method} takes slots for rows, but this rank stores 1 of {self._lane_count} pages")
 
     def _window(self, kind: str, buffer: torch.Tensor) -> torch.Tensor:

@@ -120,7 +120,7 @@ class RequestInsertion(Generic[MetadataT]):
             self.pages.end(request.kv.req_pool_idx, -(-tokens // self._page_size))
 
     def slots(self, request: SchedulerRequest, tokens: int) -> torch.Tensor:
-        """The first `tokens` slots of a request: a view of its row."""
+        """The first `tokens` slots of a request: a view of its row, shape ``[tokens]``."""
         return self._rows.req_to_token[request.kv.req_pool_idx, :tokens]
 
     def _chain(self, request: SchedulerRequest, computed: array[int]) -> _Chain:

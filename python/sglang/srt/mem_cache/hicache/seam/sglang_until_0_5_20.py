@@ -95,6 +95,7 @@ def release_host_memory(pool: HostKVCache) -> None:
     if isinstance(pool, DSAIndexerPoolHost) and pool.pin_memory and torch.cuda.is_available():
         _cuda_host_unregister(pool.index_k_with_scale_buffer)
     pool.destroy()
+    pool.pin_memory = False  # nothing is registered any more, should this be called again
 
 
 def submit_load(

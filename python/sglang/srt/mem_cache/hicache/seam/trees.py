@@ -67,7 +67,7 @@ def match_and_load(cache: Any, key: RadixKey) -> tuple[torch.Tensor, Any]:  # no
 
 
 def put(cache: Any, key: RadixKey, slots: torch.Tensor, *, own_from: int) -> int:  # noqa: ANN401  # SGLang's, or ours
-    """Insert whole pages, and free the caller's slots, those from `own_from`, that the tree had already.
+    """Insert whole pages at `slots`, shape ``[tokens]``, and free those from `own_from` that the tree had already.
 
     Returns the tokens that it had. A plain radix cache leaves them to the caller; `UnifiedRadixCache` frees them.
     """
