@@ -19,6 +19,8 @@ BENCH_ARGS ?=
 RELEASE ?=
 # What `make unit` and `make test` pass on, e.g. make unit PYTEST_ARGS='-k ledger'
 PYTEST_ARGS ?=
+# Processes that `make unit` runs tests in: one for each core
+WORKERS ?= 2
 
 # Nothing is fetched at run time; several processes share the cores, so each keeps to one thread.
 OFFLINE := HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 HF_DATASETS_OFFLINE=1 TOKENIZERS_PARALLELISM=false
@@ -46,8 +48,8 @@ lint: setup ## ruff: rules and format
 typecheck: setup ## mypy, as mypy.ini says, against the stubs of the release
 	$(PY) scripts/typecheck.py $(SGLANG)
 
-unit: setup ## pytest (PYTEST_ARGS=...)
-	$(TEST_ENV) $(PY) -m pytest -m 'not e2e' $(PYTEST_ARGS)
+unit: setup ## pytest, with two workers (WORKERS=0: in this process; PYTEST_ARGS=...)
+	$(TEST_ENV) $(PY) -m pytest -m 'not e2e' -n $(WORKERS) --no-loadscope-reorder $(PYTEST_ARGS)
 
 e2e: setup ## real engines and a real server on tiny models (minutes; PYTEST_ARGS=...)
 	$(TEST_ENV) $(PY) -m pytest -m e2e test/registered/e2e $(PYTEST_ARGS)

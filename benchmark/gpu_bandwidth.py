@@ -49,6 +49,7 @@ from sglang.srt.mem_cache.hicache.copies.cuda.page_maps import page_maps
 from sglang.srt.mem_cache.hicache.copies.transfer import HostTransfer
 from sglang.srt.mem_cache.hicache.host.pools import build_host_pool, release_host_pool
 from sglang.srt.mem_cache.hicache.runtime import standalone_runtime
+from sglang.srt.mem_cache.hicache.seam.sglang import submit_load
 from sglang.srt.mem_cache.layouts.pages import tokens_of_pages
 from sglang.srt.mem_cache.layouts.plans import CopyPlan
 
@@ -143,9 +144,10 @@ def sglang_version(host_pool: AnyHostPool, device_pool: KVCache, io_backend: str
 
     def load(plan: CopyPlan) -> TransferCompletion:
         producer.start_event.record()
-        return transfer.engine.submit_host_to_device(
+        return submit_load(
+            transfer.engine,
             transfers(plan, to_host=False),
-            layer_num=device_pool.layer_num,
+            layers=device_pool.layer_num,
             start_event=producer.start_event,
             on_layer_done=producer.complete,
         )

@@ -31,6 +31,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from gpu_common import page_views, synchronisation_forbidden
+from typing_extensions import override
 
 from sglang.srt.mem_cache.hicache.copies.transfer import HostTransfer
 from sglang.srt.mem_cache.hicache.cpu.support import install_cpu_support
@@ -67,6 +68,7 @@ class Case:
     kv: str
     way: str
 
+    @override
     def __str__(self) -> str:
         return f"{self.kv} KV, {self.way}"
 
@@ -147,7 +149,7 @@ class Rank:
             device=device,
             enable_memory_saver=False,
         )
-        self.layout = CpSharedLayout(page_size=PAGE, cp_size=RANKS, cp_rank=number)
+        self.layout = CpSharedLayout(page_size=PAGE, shard_size=RANKS, shard_rank=number)
         self.pool.access = SharedPages(self.layout, page_size=PAGE, lane_count=RANKS, reduce=group_sum(group))
         self.generator = torch.Generator().manual_seed(5)  # the same tokens on all ranks
         cuda: Any = torch.cuda  # torch leaves its streams untyped
@@ -165,7 +167,7 @@ class Rank:
         seen: list[Any] = []
         watched = check and dist.get_backend() == "nccl"  # gloo waits for the device
         with synchronisation_forbidden() if watched else nullcontext():
-            self.pool.access.begin_batch(table)
+            self.pool.access.begin_batch(lambda: table)
             for layer, (keys, latent, rotary) in enumerate(inputs):
                 for pool in (self.whole, self.pool):
                     with serving(pool), self._beside():

@@ -76,7 +76,7 @@ def gather_rate(restore: Restore, ranks: Ranks, rounds: int) -> float:
     pages = torch.arange(1, GATHERED_PAGES + 1, device="cuda")
     seconds: list[float] = []
     for _ in range(rounds + 2):
-        reader.begin_batch(pages)
+        reader.begin_batch(lambda: pages)
         torch.cuda.synchronize()
         dist.barrier(group=ranks.cpu)
         started = time.perf_counter()

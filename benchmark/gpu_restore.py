@@ -36,7 +36,7 @@ from gpu_common import (
     synchronisation_forbidden,
     table,
 )
-from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InitLoadBackParams, MatchPrefixParams
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
@@ -44,8 +44,8 @@ from sglang.srt.mem_cache.hicache.assemble import assemble_cache
 from sglang.srt.mem_cache.hicache.copies.transfer import HostTransfer
 from sglang.srt.mem_cache.hicache.runtime import standalone_runtime
 from sglang.srt.mem_cache.hicache.settings import HiCacheSettings, ShardGroup
-from sglang.srt.mem_cache.hicache.slots.allocator import CPSharedPagedTokenToKVPoolAllocator
-from sglang.srt.mem_cache.hicache.tree.radix_tree import PagedInsertParams
+from sglang.srt.mem_cache.hicache.slots.allocator import LaneSlotAllocator
+from sglang.srt.mem_cache.hicache.tree.calls import Insertion
 from sglang.srt.mem_cache.layouts import GroupKind, LayoutConfig, create_layout
 from sglang.srt.mem_cache.layouts.pages import pages_of_tokens
 
@@ -100,7 +100,7 @@ class Restore:
                 shard_rank=rank,
             )
         )
-        self.allocator = CPSharedPagedTokenToKVPoolAllocator(
+        self.allocator = LaneSlotAllocator(
             layout=self.layout,
             physical_size=own_pages * PAGE_SIZE,
             dtype=self.device_pool.dtype,
@@ -138,7 +138,7 @@ class Restore:
         torch.cuda.synchronize()
         started = time.perf_counter()
         with synchronisation_forbidden():
-            self.cache.insert(PagedInsertParams(key=key, value=value, slot_pages=pages))
+            self.cache.put(Insertion(key=key, value=value, slot_pages=pages))
         inserted = time.perf_counter() - started
         torch.cuda.synchronize()
         ack = self.cache.cache_controller.ack_write_queue[-1]
@@ -156,10 +156,8 @@ class Restore:
             poison(self.device_pool)
         torch.cuda.synchronize()
         started = time.perf_counter()
-        match = self.cache.match_prefix(MatchPrefixParams(key=RadixKey(self.tokens)))
-        loaded, _ = self.cache.init_load_back(
-            InitLoadBackParams(best_match_node=match.best_match_node, host_hit_length=match.host_hit_length)
-        )
+        match = self.cache.match(RadixKey(self.tokens))
+        loaded, _ = self.cache.bring_back(match.host_node)
         planned = time.perf_counter()
         controller = self.cache.cache_controller
         with in_turn():

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import psutil
 import torch
-from sglang.srt.mem_cache.base_prefix_cache import EvictParams, MatchPrefixParams
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
@@ -29,8 +29,8 @@ from sglang.srt.mem_cache.hicache.cpu.support import install_cpu_support
 from sglang.srt.mem_cache.hicache.device.pools import MlaGeometry, build_device_pool
 from sglang.srt.mem_cache.hicache.runtime import standalone_runtime
 from sglang.srt.mem_cache.hicache.settings import HiCacheSettings, ShardGroup
-from sglang.srt.mem_cache.hicache.slots.allocator import CPSharedPagedTokenToKVPoolAllocator
-from sglang.srt.mem_cache.hicache.tree.radix_tree import PagedInsertParams
+from sglang.srt.mem_cache.hicache.slots.allocator import LaneSlotAllocator
+from sglang.srt.mem_cache.hicache.tree.calls import Insertion
 from sglang.srt.mem_cache.layouts import GroupKind, LayoutConfig, PoolKind, create_layout
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def make_cache(layout_name: str, rank: int, ranks: int, policy: str) -> HiRadixC
         layers=1,
         geometry=MlaGeometry(kv_lora_rank=4, qk_rope_head_dim=2),
     )
-    allocator = CPSharedPagedTokenToKVPoolAllocator(
+    allocator = LaneSlotAllocator(
         layout=layout, physical_size=physical_size, dtype=torch.bfloat16, device="cpu", kvcache=pool
     )
     params = CacheInitParams(
@@ -98,11 +98,11 @@ def chain_of(number: int) -> array[int]:
 def cycle(cache: HiRadixCache[Any], number: int) -> None:
     """One request: match, load back, lock, allocate, insert, which backs up, unlock; sometimes eviction by order."""
     tokens = chain_of(number)
-    match = cache.match_prefix(MatchPrefixParams(key=RadixKey(tokens)))
-    node, found = match.last_device_node, len(match.device_indices)
-    slot_pages = match.device_indices.numpy()[::PAGE] // PAGE
-    if match.host_hit_length and (loaded := cache.load_back(match.best_match_node)) is not None:
-        node, found = match.best_match_node, found + len(loaded)
+    match = cache.match(RadixKey(tokens))
+    node, found = match.device_node, len(match.slots)
+    slot_pages = match.slots.numpy()[::PAGE] // PAGE
+    if match.host_tokens and (loaded := cache.load_back(match.host_node)) is not None:
+        node, found = match.host_node, found + len(loaded)
         slot_pages = np.concatenate([slot_pages, loaded.numpy()[::PAGE] // PAGE])
         cache.ready_to_load_host_cache()
     cache.inc_lock_ref(node)
@@ -110,7 +110,7 @@ def cycle(cache: HiRadixCache[Any], number: int) -> None:
     own = cache.alloc_slots(cache.layout.extend_lanes(base, found // PAGE, CHAIN_PAGES - found // PAGE))
     if own is not None:
         every = np.concatenate([slot_pages, own])
-        cache.insert(PagedInsertParams(key=RadixKey(tokens), value=cache.slots.slots(every), slot_pages=every))
+        cache.put(Insertion(key=RadixKey(tokens), value=cache.slots.slots(every), slot_pages=every))
     cache.dec_lock_ref(node)
     cache.check_hicache_events()
     if number % 16 == 0:

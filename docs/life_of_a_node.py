@@ -11,7 +11,7 @@ from array import array
 from typing import TYPE_CHECKING, Any
 
 import torch
-from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InitLoadBackParams, InsertParams, MatchPrefixParams
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
@@ -22,7 +22,8 @@ from sglang.srt.mem_cache.hicache.device.pools import MlaGeometry, build_device_
 from sglang.srt.mem_cache.hicache.radix_cache import HiRadixCache
 from sglang.srt.mem_cache.hicache.runtime import standalone_runtime
 from sglang.srt.mem_cache.hicache.settings import HiCacheSettings, ShardGroup
-from sglang.srt.mem_cache.hicache.slots.allocator import CPSharedPagedTokenToKVPoolAllocator
+from sglang.srt.mem_cache.hicache.slots.allocator import LaneSlotAllocator
+from sglang.srt.mem_cache.hicache.tree.calls import Insertion
 from sglang.srt.mem_cache.layouts import CpSharedLayout, GroupKind, PoolKind
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ class AllAlike:
 
 def make_rank(rank: int) -> HiRadixCache[Any]:
     """One rank's cache with its device pool, allocator, controller and host pool."""
-    layout = CpSharedLayout(page_size=PAGE, cp_size=RANKS, cp_rank=rank)
+    layout = CpSharedLayout(page_size=PAGE, shard_size=RANKS, shard_rank=rank)
     pool = build_device_pool(
         PoolKind.MLA,
         tokens=DEVICE_PAGES * PAGE,
@@ -58,7 +59,7 @@ def make_rank(rank: int) -> HiRadixCache[Any]:
         layers=1,
         geometry=MlaGeometry(kv_lora_rank=4, qk_rope_head_dim=4),
     )
-    allocator = CPSharedPagedTokenToKVPoolAllocator(
+    allocator = LaneSlotAllocator(
         layout=layout, physical_size=DEVICE_PAGES * PAGE, dtype=torch.bfloat16, device="cpu", kvcache=pool
     )
     params = CacheInitParams(
@@ -75,21 +76,19 @@ def make_rank(rank: int) -> HiRadixCache[Any]:
 
 def compute_and_insert(cache: HiRadixCache[Any], tokens: array[int]) -> None:
     """What a scheduler does for a prompt whose cached prefix is on the device: match, allocate, insert."""
-    found = cache.match_prefix(MatchPrefixParams(key=RadixKey(array("q", tokens)))).device_indices
+    found = cache.match(RadixKey(array("q", tokens))).slots
     cached = len(found) // PAGE
     base = cache.layout.chain_base(tokens[:PAGE].tobytes(), "")
     pages = cache.alloc_slots(cache.layout.extend_lanes(base, cached, len(tokens) // PAGE - cached))
     assert pages is not None
     slots = torch.cat([found, cache.slots.slots(pages)])
-    cache.insert(InsertParams(key=RadixKey(array("q", tokens)), value=slots))
+    cache.put(Insertion(key=RadixKey(array("q", tokens)), value=slots))
 
 
 def load_back(cache: HiRadixCache[Any], tokens: array[int]) -> None:
     """Bring back what the host has of `tokens`, and start the copy."""
-    match = cache.match_prefix(MatchPrefixParams(key=RadixKey(array("q", tokens))))
-    cache.init_load_back(
-        InitLoadBackParams(best_match_node=match.best_match_node, host_hit_length=match.host_hit_length)
-    )
+    match = cache.match(RadixKey(array("q", tokens)))
+    cache.bring_back(match.host_node)
     cache.ready_to_load_host_cache()
 
 

@@ -13,6 +13,7 @@ from io import TextIOWrapper
 from typing import TYPE_CHECKING, Final
 
 import click
+from typing_extensions import override
 
 from kvlayouts.bench.command import bench
 from kvlayouts.check.command import check
@@ -85,6 +86,7 @@ def _version(context: click.Context, _parameter: click.Parameter, asked: bool) -
 class _CommandInItsOwnWords(click.Group):
     """Says what failed with the flags of the command, also where a rank failed with words of a server."""
 
+    @override
     def invoke(self, ctx: click.Context) -> object:
         """Run the command that `ctx` names."""
         try:

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from typing_extensions import override
+
 from sglang.srt.mem_cache.layouts import (
     BackupPlan,
     CopyPlan,
@@ -24,6 +26,7 @@ from sglang.srt.mem_cache.layouts import (
     LoadPlan,
     NodeMetadata,
     StorageAwareLayout,
+    TurnwiseLayout,
     create_layout,
 )
 from sglang.srt.mem_cache.layouts.pages import pages_of_tokens
@@ -41,8 +44,6 @@ if TYPE_CHECKING:
 def metadata_of_another_strategy(
     layout: KVLayoutStrategy[IdentityNodeMetadata], node: CpHiCacheNodeMetadata, pages: PageArray
 ) -> None:
-    layout.split(node, 64)  # type: ignore[arg-type]
-    layout.concat([node])  # type: ignore[list-item]
     layout.load_lanes([node])  # type: ignore[list-item]
     layout.plan_load([node], pages)  # type: ignore[list-item]
 
@@ -50,7 +51,7 @@ def metadata_of_another_strategy(
 def metadata_of_two_strategies_mixed(
     layout: CpSharedLayout, one: CpHiCacheNodeMetadata, other: IdentityNodeMetadata
 ) -> None:
-    layout.concat([one, other])  # type: ignore[list-item]
+    layout.load_lanes([one, other])  # type: ignore[list-item]
 
 
 def the_result_of_another_strategy(
@@ -99,7 +100,7 @@ def values_are_frozen(
     run.pages = 2  # type: ignore[misc]
     copies.page_size = 2  # type: ignore[misc]
     backup.demand_pages = (1,)  # type: ignore[misc]
-    load.node_pages = (1,)  # type: ignore[misc]
+    load.logical_pages = 1  # type: ignore[misc]
     node.cp_rank = 1  # type: ignore[misc]
     geometry.cp_size = 1  # type: ignore[misc]
     config.name = "identity"  # type: ignore[misc]
@@ -118,13 +119,13 @@ def derived_values_cannot_be_set(backup: BackupPlan, node: IdentityNodeMetadata)
 def sizes_are_named(pages: PageArray, environment: LayoutEnvironment) -> None:
     CpSharedKVLayout(64, 4, 0)  # type: ignore[call-arg]
     CpSharedLayout(64, 4, 0)  # type: ignore[call-arg]
-    CpSharedLayout(page_size=64, cp_size=4)  # type: ignore[call-arg]
+    CpSharedLayout(page_size=64, shard_size=4)  # type: ignore[call-arg]
     IdentityLayout(64)  # type: ignore[call-arg]
     CopyRun(1, 2, 3)  # type: ignore[call-arg]
     CopyPlan.from_pages(host_pages=pages, device_pages=pages)  # type: ignore[call-arg]
     CopyPlan.concat([])  # type: ignore[call-arg]
     LayoutConfig("identity")  # type: ignore[call-arg]
-    LoadPlan(page_size=64, node_pages=(1,))  # type: ignore[call-arg]
+    LoadPlan(page_size=64, logical_pages=1)  # type: ignore[call-arg]
     create_layout("identity")  # type: ignore[arg-type]
 
 
@@ -135,12 +136,21 @@ def sizes_are_named(pages: PageArray, environment: LayoutEnvironment) -> None:
 class MetadataWithoutSplit:
     logical_len: int
     host_pages: PageArray
-    pages_per_rank: tuple[int, ...]
+    pages_per_lane: tuple[int, ...]
     legacy_host_value: torch.Tensor | None
-    nbytes: int
 
 
 def metadata_without_split(node: MetadataWithoutSplit) -> NodeMetadata:
+    return node  # type: ignore[return-value]
+
+
+class MetadataWhoseSplitLosesTheParent(IdentityNodeMetadata):
+    @override
+    def split(self, split_len: int) -> IdentityNodeMetadata:  # type: ignore[override]
+        return super().split(split_len)[1]
+
+
+def lossy_split(node: MetadataWhoseSplitLosesTheParent) -> NodeMetadata:
     return node  # type: ignore[return-value]
 
 
@@ -175,39 +185,27 @@ class StrategyWithoutPlanLoad:
     def finish_backup(self, plan: BackupPlan, host_pages: PageArray) -> IdentityNodeMetadata:
         raise NotImplementedError
 
-    def split(
-        self, metadata: IdentityNodeMetadata, split_len: int
-    ) -> tuple[IdentityNodeMetadata, IdentityNodeMetadata]:
-        raise NotImplementedError
-
-    def concat(self, parts: list[IdentityNodeMetadata]) -> IdentityNodeMetadata:
-        raise NotImplementedError
-
     def load_lanes(self, parts: list[IdentityNodeMetadata]) -> LaneArray:
         raise NotImplementedError
 
 
-class StrategyWhoseSplitLosesTheParent(IdentityLayout):
-    def split(self, metadata: IdentityNodeMetadata, split_len: int) -> IdentityNodeMetadata:  # type: ignore[override]
-        return metadata.split(split_len)[1]
-
-
 without_plan_load: KVLayoutStrategy[IdentityNodeMetadata] = StrategyWithoutPlanLoad()  # type: ignore[assignment]
-lossy_split: KVLayoutStrategy[IdentityNodeMetadata] = StrategyWhoseSplitLosesTheParent(page_size=1)  # type: ignore[assignment]
 
 
-# Storage is a capability that neither strategy has yet.
+# Storage is a capability that neither strategy has yet, turns one that `identity` lacks.
 
 identity_storage: StorageAwareLayout = IdentityLayout(page_size=64)  # type: ignore[assignment]
-cp_shared_storage: StorageAwareLayout = CpSharedLayout(page_size=64, cp_size=2, cp_rank=0)  # type: ignore[assignment]
+identity_turnwise: TurnwiseLayout = IdentityLayout(page_size=64)  # type: ignore[assignment]
+cp_shared_storage: StorageAwareLayout = CpSharedLayout(page_size=64, shard_size=2, shard_rank=0)  # type: ignore[assignment]
 
 
 # Bindings of the contract suite.
 
 
 class BindingOfAnotherStrategy(LayoutContract[IdentityNodeMetadata]):
+    @override
     def make_layout(self, *, page_size: int, shard_size: int, shard_rank: int) -> CpSharedLayout:  # type: ignore[override]
-        return CpSharedLayout(page_size=page_size, cp_size=shard_size, cp_rank=shard_rank)
+        return CpSharedLayout(page_size=page_size, shard_size=shard_size, shard_rank=shard_rank)
 
 
 class BindingWithoutFactory(LayoutContract[IdentityNodeMetadata]):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, assert_type
 
+from typing_extensions import override
+
 from sglang.srt.mem_cache.layouts import (
     AnyKVLayoutStrategy,
     BackupPlan,
@@ -19,7 +21,13 @@ from sglang.srt.mem_cache.layouts import (
     LoadPlan,
     MetadataT,
     NodeMetadata,
+    ShardedPoolLayout,
+    StorageAwareLayout,
+    TurnwiseLayout,
     create_layout,
+    deals_in_turn,
+    names_pages,
+    shares_pools,
 )
 from sglang.srt.mem_cache.layouts.testing import LayoutContract
 
@@ -33,43 +41,40 @@ if TYPE_CHECKING:
 # One typed assignment proves that a strategy, and its metadata, conform.
 
 identity: KVLayoutStrategy[IdentityNodeMetadata] = IdentityLayout(page_size=64)
-cp_shared: KVLayoutStrategy[CpHiCacheNodeMetadata] = CpSharedLayout(page_size=64, cp_size=4, cp_rank=0)
+cp_shared: KVLayoutStrategy[CpHiCacheNodeMetadata] = CpSharedLayout(page_size=64, shard_size=4, shard_rank=0)
 
 
 def metadata_conforms(one: IdentityNodeMetadata, other: CpHiCacheNodeMetadata) -> tuple[NodeMetadata, NodeMetadata]:
     return one, other
 
 
-# Metadata keeps its type through backup, split, concat and back.
+# Metadata keeps its type through backup, split and back.
 
 
 def identity_keeps_its_metadata(plan: BackupPlan, pages: npt.NDArray[np.int64]) -> None:
     node = identity.finish_backup(plan, pages)
     assert_type(node, IdentityNodeMetadata)
-    assert_type(identity.split(node, 64), tuple[IdentityNodeMetadata, IdentityNodeMetadata])
     assert_type(node.split(64), tuple[IdentityNodeMetadata, IdentityNodeMetadata])
-    assert_type(identity.concat([node, node]), IdentityNodeMetadata)
     assert_type(node.legacy_host_value, "torch.Tensor")
 
 
 def cp_shared_keeps_its_metadata(plan: BackupPlan, pages: npt.NDArray[np.int64]) -> None:
     node = cp_shared.finish_backup(plan, pages)
     assert_type(node, CpHiCacheNodeMetadata)
-    assert_type(cp_shared.split(node, 64), tuple[CpHiCacheNodeMetadata, CpHiCacheNodeMetadata])
-    assert_type(cp_shared.concat([node]), CpHiCacheNodeMetadata)
+    assert_type(node.split(64), tuple[CpHiCacheNodeMetadata, CpHiCacheNodeMetadata])
     assert_type(node.owned_positions, "torch.Tensor")
-    assert_type(node.pages_per_rank, tuple[int, ...])
+    assert_type(node.pages_per_lane, tuple[int, ...])
 
 
 def any_strategy_keeps_its_metadata(
     layout: KVLayoutStrategy[MetadataT], node: MetadataT, pages: npt.NDArray[np.int64]
 ) -> MetadataT:
     """How tree and controller see a strategy: one type variable, no downcast."""
-    first, second = layout.split(node, layout.page_size)
+    first, second = node.split(layout.page_size)
     assert_type(layout.plan_load([first, second], pages), LoadPlan)
     assert_type(layout.load_lanes([first]), "npt.NDArray[np.int16]")
     assert_type(node.split(0), tuple[MetadataT, MetadataT])
-    return layout.concat([first, second])
+    return second
 
 
 # Plans.
@@ -83,7 +88,7 @@ def plans_are_typed(layout: KVLayoutStrategy[MetadataT], pages: npt.NDArray[np.i
     assert_type(plan.bind(pages), CopyPlan)
     assert_type(load.copies, CopyPlan)
     assert_type([*load.copies.runs()], list[CopyRun])
-    assert_type(load.node_pages, tuple[int, ...])
+    assert_type(load.logical_pages, int)
 
 
 # The registry erases the type parameter, and only there.
@@ -107,6 +112,7 @@ def geometry_keeps_the_kind(geometry: CpSharedKVLayout, tensor: torch.Tensor, ar
 
 
 class IdentityBinding(LayoutContract[IdentityNodeMetadata]):
+    @override
     def make_layout(self, *, page_size: int, shard_size: int, shard_rank: int) -> IdentityLayout:
         return IdentityLayout(page_size=page_size)
 
@@ -119,7 +125,34 @@ def a_binding_makes_strategies_of_its_metadata(binding: LayoutContract[IdentityN
 def a_function_for_one_strategy(
     layout: KVLayoutStrategy[IdentityNodeMetadata], parts: Sequence[IdentityNodeMetadata]
 ) -> IdentityNodeMetadata:
-    return layout.concat(parts)
+    layout.load_lanes(parts)
+    return parts[0]
 
 
 assert_type(a_function_for_one_strategy(IdentityLayout(page_size=1), []), IdentityNodeMetadata)
+
+
+# A guard says both what a strategy can do and, where it answers no, that it cannot.
+
+
+sharded: ShardedPoolLayout = CpSharedLayout(page_size=64, shard_size=4, shard_rank=0)
+turnwise: TurnwiseLayout = CpSharedLayout(page_size=64, shard_size=4, shard_rank=0)
+
+
+def guards_narrow_both_ways(
+    layout: IdentityLayout | ShardedPoolLayout, other: IdentityLayout | TurnwiseLayout, slots: torch.Tensor
+) -> None:
+    if shares_pools(layout):
+        assert_type(layout.local_rows(slots), "torch.Tensor")
+    else:
+        assert_type(layout, IdentityLayout)
+    if not deals_in_turn(other):
+        assert_type(other, IdentityLayout)
+
+
+def a_storage_backend_asks_for_keys(layout: AnyKVLayoutStrategy, lanes: npt.NDArray[np.int16]) -> Sequence[str]:
+    return layout.storage_keys([], lanes) if names_pages(layout) else []
+
+
+def keys_of_a_storage_aware_layout(layout: StorageAwareLayout, lanes: npt.NDArray[np.int16]) -> Sequence[str]:
+    return layout.storage_keys([], lanes)

@@ -19,6 +19,7 @@ from sglang.srt.mem_cache.l2_transfer import L2TransferEngine, TransferCompletio
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.test.test_utils import CustomTestCase
+from typing_extensions import override
 
 from sglang.srt.mem_cache.hicache.assemble import assemble_cache
 from sglang.srt.mem_cache.hicache.cpu.support import install_cpu_support
@@ -32,8 +33,9 @@ from sglang.srt.mem_cache.hicache.device.pools import (
     kv_buffers,
 )
 from sglang.srt.mem_cache.hicache.runtime import standalone_runtime
+from sglang.srt.mem_cache.hicache.seam.features import SINCE_0_5_23
 from sglang.srt.mem_cache.hicache.settings import HiCacheSettings, ShardGroup
-from sglang.srt.mem_cache.hicache.slots.allocator import CPSharedPagedTokenToKVPoolAllocator
+from sglang.srt.mem_cache.hicache.slots.allocator import LaneSlotAllocator
 from sglang.srt.mem_cache.layouts import AnyKVLayoutStrategy, GroupKind, LayoutConfig, PoolKind, create_layout
 
 if TYPE_CHECKING:
@@ -63,10 +65,16 @@ class CacheTestCase(CustomTestCase):
     """Publishes SGLang's process-wide settings for the tests of a class."""
 
     @classmethod
+    @override
     def setUpClass(cls) -> None:
         super().setUpClass()
         install_cpu_support()
         cls.enterClassContext(standalone_runtime(page_size=4))
+
+
+def pooled_keys_page_size(index_kpool: int) -> int:
+    """The page of a DSA pool that has one index key for so many tokens: of its keys, or of its tokens, it has 64."""
+    return 64 * index_kpool if SINCE_0_5_23 else 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,11 +116,9 @@ def make_layout(spec: CacheSpec, rank: int) -> AnyKVLayoutStrategy:
     )
 
 
-def make_allocator(
-    spec: CacheSpec, layout: AnyKVLayoutStrategy, device_pool: KVCache
-) -> CPSharedPagedTokenToKVPoolAllocator:
+def make_allocator(spec: CacheSpec, layout: AnyKVLayoutStrategy, device_pool: KVCache) -> LaneSlotAllocator:
     """The laned slot allocator of one rank."""
-    return CPSharedPagedTokenToKVPoolAllocator(
+    return LaneSlotAllocator(
         layout=layout,
         physical_size=spec.device_pages * spec.page_size,
         dtype=torch.bfloat16,
@@ -196,6 +202,12 @@ class Rank:
         self.accounting = self.cache.parts.accounting
         self.engine = SlowEngine()
         self.controller.transfer.engine = self.engine
+
+    def take(self, tokens: int) -> torch.Tensor:
+        """So many slots, which there must be."""
+        slots = self.allocator.alloc(tokens)
+        assert slots is not None, f"no room for {tokens} tokens"
+        return slots
 
     def key(self, tokens: Sequence[int], namespace: str | None = None) -> RadixKey:
         """A fresh key: SGLang's keys are consumed by the call that they are passed to."""
@@ -298,27 +310,23 @@ class SlowEngine(L2TransferEngine):
         self.writes: list[list[L2Transfer]] = []
         self.loads: list[list[L2Transfer]] = []
 
+    @override
     def submit_device_to_host(self, transfers: list[L2Transfer]) -> TransferCompletion:
         """See `L2TransferEngine`."""
         self.writes.append(transfers)
         submit = super().submit_device_to_host
         return self._submit(self.write_events, lambda: submit(transfers))
 
+    @override
     def submit_host_to_device(
         self,
         transfers: list[L2Transfer],
-        *,
-        layer_num: int,
-        start_event: Any = None,  # noqa: ANN401  # a stream event of whatever device
-        on_layer_done: Callable[[int], None] | None = None,
+        **named: Any,  # as the release has them
     ) -> TransferCompletion:
         """See `L2TransferEngine`."""
         self.loads.append(transfers)
         submit = super().submit_host_to_device
-        return self._submit(
-            self.load_events,
-            lambda: submit(transfers, layer_num=layer_num, start_event=start_event, on_layer_done=on_layer_done),
-        )
+        return self._submit(self.load_events, lambda: submit(transfers, **named))
 
     def finish_writes(self, count: int | None = None) -> None:
         """The next `count` backups, or all, end and are seen to."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from typing_extensions import override
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -31,13 +32,14 @@ class DeviceTensor(torch.Tensor):
     """Behaves as its values do, but for being read."""
 
     @classmethod
+    @override
     def __torch_function__(
         cls,
         func: Callable[..., Any],
         types: Sequence[type],
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
-    ) -> Any:  # noqa: ANN401
+    ) -> Any:
         name = getattr(func, "__name__", "")
         target = [*args[1:], *(kwargs or {}).values()]
         if name in READS or (name == "to" and any(str(value) == "cpu" for value in target)):

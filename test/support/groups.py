@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
-from sglang.srt.mem_cache.base_prefix_cache import InitLoadBackParams, InsertParams, MatchPrefixParams
 
 from sglang.srt.mem_cache.hicache.check.digest import tree_digest
 from sglang.srt.mem_cache.hicache.check.invariants import violations
+from sglang.srt.mem_cache.hicache.tree.calls import Insertion
 from support.caches import CacheSpec, Rank
 
 if TYPE_CHECKING:
@@ -116,18 +116,15 @@ class Group:
     def start(self, tokens: array[int], namespace: str | None = None, *, quota: int | None = None) -> Request | None:
         """Match, load back, lock, allocate the rest and write it; None, nothing held, if there is no room."""
         size = self.spec.page_size
-        matches = self.each(lambda rank: rank.cache.match_prefix(MatchPrefixParams(key=rank.key(tokens, namespace))))
+        matches = self.each(lambda rank: rank.cache.match(rank.key(tokens, namespace)))
         device_pages, promised = self.agreed(
-            lambda rank: (len(matches[rank.number].device_indices), matches[rank.number].host_hit_length)
+            lambda rank: (len(matches[rank.number].slots), matches[rank.number].host_tokens)
         )
-        found = [pages_of(match.device_indices, size) for match in matches]
-        nodes = [match.last_device_node for match in matches]
+        found = [pages_of(match.slots, size) for match in matches]
+        nodes = [match.device_node for match in matches]
         if promised:
             loads = [
-                rank.cache.init_load_back(
-                    InitLoadBackParams(best_match_node=match.best_match_node, host_hit_length=promised, mem_quota=quota)
-                )
-                for rank, match in zip(self.ranks, matches, strict=True)
+                rank.cache.bring_back(match.host_node, quota) for rank, match in zip(self.ranks, matches, strict=True)
             ]
             nodes = [node for _, node in loads]
             found = [np.concatenate([old, pages_of(new, size)]) for old, (new, _) in zip(found, loads, strict=True)]
@@ -164,11 +161,11 @@ class Group:
         size = self.spec.page_size
         duplicates = self.agreed(
             lambda rank: (
-                rank.cache.insert(
-                    InsertParams(
+                rank.cache.put(
+                    Insertion(
                         key=rank.key(request.tokens, request.namespace), value=rank.cache.slots.slots(request.pages)
                     )
-                ).prefix_len
+                ).known_tokens
             )
         )
         again = request.pages[request.prefix_pages : duplicates // size]
@@ -313,7 +310,7 @@ def check_host(rank: Rank, *, surplus_pages: int = 0) -> None:
     """The ledger is what the nodes hold, on every rank, and this rank's pool agrees with it."""
     parts = [node.metadata for node in rank.nodes() if node.metadata is not None]
     ledger = rank.controller.ledger
-    used = tuple(np.sum([[0] * rank.spec.lanes, *(part.pages_per_rank for part in parts)], axis=0).tolist())
+    used = tuple(np.sum([[0] * rank.spec.lanes, *(part.pages_per_lane for part in parts)], axis=0).tolist())
     assert ledger.used_pages == used
     lane = rank.number if rank.spec.lanes > 1 else 0
     assert ledger.free_pages[lane] + surplus_pages == rank.host_free_pages()

@@ -15,8 +15,8 @@ import prometheus_client
 import torch
 from prometheus_client import CollectorRegistry, generate_latest, values
 from prometheus_client.multiprocess import MultiProcessCollector
-from sglang.srt.distributed.parallel_state_wrapper import ParallelState
 
+from sglang.srt.mem_cache.hicache.seam.records import Place
 from sglang.srt.mem_cache.hicache.server.allocator import ServingSlotAllocator
 from sglang.srt.mem_cache.hicache.server.metrics import LayoutMetrics, ReportingRank, traffic_collector
 from support.groups import Group
@@ -59,9 +59,9 @@ class ReportingGroup(Group):
             return LayoutMetrics(rank.layout, rank.allocator, place)
 
 
-def place_of(*, tp: int = 0, attn_tp: int = 0, attn_cp: int = 0, pp: int = 0, dp: int | None = None) -> ParallelState:
+def place_of(*, tp: int = 0, attn_tp: int = 0, attn_cp: int = 0, pp: int = 0, dp: int | None = None) -> Place:
     """A scheduler's place in its server."""
-    return ParallelState.trivial(tp_rank=tp, attn_tp_rank=attn_tp, attn_cp_rank=attn_cp, pp_rank=pp, dp_rank=dp)
+    return Place(tp_rank=tp, attn_tp_rank=attn_tp, attn_cp_rank=attn_cp, pp_rank=pp, dp_rank=dp)
 
 
 @contextmanager

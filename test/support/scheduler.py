@@ -12,9 +12,9 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from sglang.srt.mem_cache.base_prefix_cache import InitLoadBackParams
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.sampling.sampling_params import SamplingParams
+from typing_extensions import override
 
 from sglang.srt.mem_cache.hicache.assemble import assemble_cache
 from sglang.srt.mem_cache.hicache.check.invariants import violations
@@ -22,6 +22,7 @@ from sglang.srt.mem_cache.hicache.device.pools import build_device_pool
 from sglang.srt.mem_cache.hicache.requests.pages import RequestPages
 from sglang.srt.mem_cache.hicache.server.allocator import ServingSlotAllocator
 from support.caches import GEOMETRIES, LAYERS, CacheSpec, make_group, make_layout, make_params, make_settings
+from support.scheduler_steps import admit, computed, extend, extend_end, prefix_tokens, release
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -33,7 +34,6 @@ ROWS = 6
 LONGEST_TOKENS = 256
 # Classes of hundreds of fields, of which our stubs have few.
 _schedule_batch: Any = import_module("sglang.srt.managers.schedule_batch")
-_common: Any = import_module("sglang.srt.mem_cache.common")
 _NO_SPECULATION: Any = import_module("sglang.srt.speculative.spec_info").SpeculativeAlgorithm.NONE
 
 
@@ -96,16 +96,7 @@ class Scheduler:
         """Match, load back, lock, and prefill the prompt or its first `chunk` tokens."""
         self._names += 1
         request = _schedule_batch.Req(f"request {self._names}", "", array("q", tokens), SamplingParams())
-        request.init_next_round_input(self.cache)
-        if request.host_hit_length:
-            self.host_hits += 1
-            slots, request.last_node = self.cache.init_load_back(
-                InitLoadBackParams(best_match_node=request.best_match_node, host_hit_length=request.host_hit_length)
-            )
-            self.cache.ready_to_load_host_cache()
-            request.prefix_indices = torch.cat([request.prefix_indices, slots])
-            request.kv.cache_protected_len = len(request.prefix_indices)
-        request.lock_receipt = self.cache.inc_lock_ref(request.last_node)
+        self.host_hits += admit(request, self.cache)
         self._prefill([request], chunk)
         return request
 
@@ -132,7 +123,7 @@ class Scheduler:
     def finish(self, request: Any, *, insert: bool = True) -> None:  # noqa: ANN401
         """The request ends, within a group of frees as in the scheduler; `insert` False is an abort."""
         self.allocator.free_group_begin()
-        _common.release_kv_cache(request, self.cache, is_insert=insert)
+        release(request, self.cache, keep=insert)
         self.allocator.free_group_end()
         if request in self.chunked:
             self.chunked.remove(request)
@@ -177,8 +168,8 @@ class Scheduler:
 
     def _prefill(self, requests: list[Any], chunk: int | None) -> None:
         for request in requests:
-            start, full = len(request.prefix_indices), len(request.full_untruncated_fill_ids)
-            request.set_extend_range(start, full if chunk is None else min(start + chunk, full))
+            full = len(request.full_untruncated_fill_ids)
+            extend(request, end=full if chunk is None else min(prefix_tokens(request) + chunk, full))
         batch = _schedule_batch.ScheduleBatch.init_new(
             reqs=requests,
             req_to_token_pool=self.pool,
@@ -190,13 +181,13 @@ class Scheduler:
         )
         batch.prepare_for_extend()
         for request in requests:
-            unfinished = request.extend_range.end < len(request.full_untruncated_fill_ids)
+            unfinished = extend_end(request) < len(request.full_untruncated_fill_ids)
             if unfinished:
                 self.chunked.append(request)
             else:
                 request.output_ids.append(900_000)
-            _common.maybe_cache_unfinished_req(request, self.cache, chunked=unfinished)
-        batch.filter_batch(chunked_req_to_exclude=self.chunked)
+            computed(request, self.cache, unfinished=unfinished)
+        batch.filter_batch(self.chunked)
         if self.running is None or self.running.is_empty():
             self.running = batch
         elif not batch.is_empty():
@@ -208,10 +199,12 @@ class _Allocator(ServingSlotAllocator):
 
     as_device: Callable[[torch.Tensor], torch.Tensor] = staticmethod(lambda tensor: tensor)
 
+    @override
     def slots(self, slot_pages: PageArray) -> torch.Tensor:
         return self.as_device(super().slots(slot_pages))
 
-    def alloc_extend(self, *positional: Any, **named: Any) -> torch.Tensor | None:  # noqa: ANN401
+    @override
+    def alloc_extend(self, *positional: Any, **named: Any) -> torch.Tensor | None:
         slots = super().alloc_extend(*positional, **named)
         return None if slots is None else self.as_device(slots)
 

@@ -51,7 +51,7 @@ class Ranks:
     def __init__(self, kind: PoolKind, ranks: int) -> None:
         self.reduce = Sum(ranks)
         self.shared = [make_pool(kind, ROW_PAGES) for _ in range(ranks)]
-        self.layouts = [CpSharedLayout(page_size=PAGE, cp_size=ranks, cp_rank=rank) for rank in range(ranks)]
+        self.layouts = [CpSharedLayout(page_size=PAGE, shard_size=ranks, shard_rank=rank) for rank in range(ranks)]
         for layout, pool in zip(self.layouts, self.shared, strict=True):
             pool.access = SharedPages(layout, page_size=PAGE, lane_count=ranks, reduce=self.reduce)
         self.whole = make_pool(kind, ROW_PAGES * ranks + ranks)
@@ -64,7 +64,7 @@ class Ranks:
     def begin_batch(self, pages: list[int]) -> None:
         """The next forward pass reads these logical pages."""
         for pool in self.shared:
-            pool.access.begin_batch(torch.tensor(pages))
+            pool.access.begin_batch(lambda: torch.tensor(pages))
 
     def write(self, layer: int, slots: torch.Tensor, *, index: bool = True) -> None:
         """Store random bits, NaNs and negative zeros among them, on the ranks and in the whole pool."""

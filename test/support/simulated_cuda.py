@@ -20,6 +20,7 @@ from unittest.mock import patch
 import numpy as np
 import torch
 from sglang.srt.managers import cache_controller
+from typing_extensions import override
 
 from sglang.srt.mem_cache import l2_transfer
 from sglang.srt.mem_cache.hicache.copies.cuda import copy_engine, driver, kernel_queue, page_copier, staging
@@ -235,6 +236,7 @@ class SimulatedSlot(staging.Slot):
         self.on_device = torch.zeros(words, dtype=torch.int64)
         self._released = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch leaves it so
 
+    @override
     def release(self, stream: torch.cuda.Stream) -> None:
         """As on a device, or the refusal that was asked for."""
         cuda = SimulatedCuda.active

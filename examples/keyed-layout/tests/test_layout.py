@@ -28,8 +28,8 @@ FITTING = LayoutEnvironment(
     page_size=64,
     allocator_lanes=4,
     group_kind=GroupKind.ATTENTION_TP,
-    group_size=4,
-    group_rank=1,
+    shard_size=4,
+    shard_rank=1,
 )
 
 # One assignment for each protocol: mypy compares every signature.
@@ -89,8 +89,8 @@ def test_it_fits_what_it_was_built_for() -> None:
         (dataclasses.replace(FITTING, pool_kind=PoolKind.OTHER, pool_class="SWAKVPool"), "the KV pool SWAKVPool"),
         (dataclasses.replace(FITTING, pool_kind=PoolKind.MHA), "every rank holds other heads"),
         (dataclasses.replace(FITTING, page_size=16), "built for page size 64, but here it is 16"),
-        (dataclasses.replace(FITTING, group_size=8), "built for shard group size 4"),
-        (dataclasses.replace(FITTING, group_rank=0), "built for shard group rank 1"),
+        (dataclasses.replace(FITTING, shard_size=8), "built for shard group size 4"),
+        (dataclasses.replace(FITTING, shard_rank=0), "built for shard group rank 1"),
         (dataclasses.replace(FITTING, allocator_lanes=1), "built for allocator lanes 4"),
     ],
 )

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.l2_transfer import L2TransferEngine, TransferCompletion
+from typing_extensions import override
 
 from kvlayouts.bench.figures import Figure, compared
 from kvlayouts.bench.subjects import OurSubject, PoolSizes, leaf_tokens, subjects_runtime
@@ -207,6 +208,7 @@ class _LateEngine(L2TransferEngine):
 
     _end = 0.0
 
+    @override
     def submit_device_to_host(self, transfers: list[L2Transfer]) -> TransferCompletion:
         self._end = max(time.perf_counter(), self._end) + COPY_SECONDS
         event = _LateEvent(self._end)

@@ -86,7 +86,7 @@ def pagewise_cycle(
     """The same with this package's strategy: the copies of the backup and of the load."""
     plan = layout.plan_backup(slot_pages)
     backup = plan.bind(host_pages)
-    parts = layout.split(layout.finish_backup(plan, host_pages), plan.logical_tokens // 2)
+    parts = layout.finish_backup(plan, host_pages).split(plan.logical_tokens // 2)
     layout.load_lanes(parts)
     return backup, layout.plan_load(parts, new_pages).copies
 
@@ -100,7 +100,7 @@ def rows_of(cycle: tuple[CopyPlan, CopyPlan]) -> tuple[torch.Tensor, ...]:
 
 def bench_plan(config: BenchConfig, trace: Trace, on_step: OnStep) -> list[Figure]:
     """Backup plan, split and load plan of one long node on one rank, by page and by token."""
-    layout = CpSharedLayout(page_size=PAGE_SIZE, cp_size=RANKS, cp_rank=3)
+    layout = CpSharedLayout(page_size=PAGE_SIZE, shard_size=RANKS, shard_rank=3)
     pages = NODE_TOKENS // PAGE_SIZE
     slot_pages = np.arange(RANKS, RANKS + pages, dtype=np.int64)
     new_pages = slot_pages + 4 * pages

@@ -7,14 +7,13 @@ import time
 from typing import TYPE_CHECKING
 
 from kvlayouts.bench.figures import Figure, compared
+from kvlayouts.bench.sglang_subjects import SGLANG_TREES
 from kvlayouts.bench.subjects import (
     OurSubject,
     PoolSizes,
     Subject,
-    hiradix,
     sizes_for,
     subjects_runtime,
-    unified,
 )
 from kvlayouts.bench.timing import no_collection
 
@@ -29,7 +28,9 @@ if TYPE_CHECKING:
     from kvlayouts.common.trace import Trace
 
 RANKS = 8
-IDENTITY, SHARDED, HIRADIX, UNIFIED = "identity", "cp_shared", "SGLang HiRadixCache", "SGLang UnifiedRadixCache"
+IDENTITY, SHARDED = "identity", "cp_shared"
+REPLACED = next(iter(SGLANG_TREES))
+"""The tree of SGLang's that ours takes the place of, in this release."""
 BY_TOKEN = "identity, indices by token for SGLang's engine"
 
 
@@ -50,10 +51,14 @@ def bench_requests(config: BenchConfig, trace: Trace, on_step: OnStep) -> list[F
                 subject.close()
     return [
         compared(
-            "requests", IDENTITY, rounds[IDENTITY], rounds[HIRADIX], unit="ms", baseline_name=HIRADIX, at_most=0.5
+            "requests", IDENTITY, rounds[IDENTITY], rounds[REPLACED], unit="ms", baseline_name=REPLACED, at_most=0.5
         ),
-        compared("requests", IDENTITY, rounds[IDENTITY], rounds[UNIFIED], unit="ms", baseline_name=UNIFIED),
-        compared("requests", BY_TOKEN, rounds[BY_TOKEN], rounds[HIRADIX], unit="ms", baseline_name=HIRADIX),
+        *(
+            compared("requests", IDENTITY, rounds[IDENTITY], rounds[name], unit="ms", baseline_name=name)
+            for name in SGLANG_TREES
+            if name != REPLACED
+        ),
+        compared("requests", BY_TOKEN, rounds[BY_TOKEN], rounds[REPLACED], unit="ms", baseline_name=REPLACED),
         compared(
             "requests",
             f"{SHARDED}, rank 0 of {RANKS}",
@@ -75,19 +80,18 @@ def _hit_figures(hits: Mapping[str, int]) -> list[Figure]:
             case=f"{name}: tokens found in the cache",
             value=found,
             unit="",
-            baseline=hits[HIRADIX],
-            baseline_name=HIRADIX,
-            ratio=found / hits[HIRADIX] if hits[HIRADIX] else None,
+            baseline=hits[REPLACED],
+            baseline_name=REPLACED,
+            ratio=found / hits[REPLACED] if hits[REPLACED] else None,
         )
         for name, found in hits.items()
-        if name not in (HIRADIX, BY_TOKEN)
+        if name not in (REPLACED, BY_TOKEN)
     ]
 
 
 def _subjects(sizes: PoolSizes, server_args: ServerArgs) -> dict[str, Subject]:
     return {
-        HIRADIX: hiradix(sizes, server_args),
-        UNIFIED: unified(sizes, server_args),
+        **{name: make(sizes, server_args) for name, make in SGLANG_TREES.items()},
         IDENTITY: OurSubject("identity", 1, sizes),
         SHARDED: OurSubject("cp_shared", RANKS, sizes),
         BY_TOKEN: OurSubject("identity", 1, sizes, page_copies=False),

@@ -10,26 +10,19 @@ allocators as well::
 
 from __future__ import annotations
 
-import atexit
 from array import array
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator
-from sglang.srt.mem_cache.base_prefix_cache import InitLoadBackParams, InsertParams, MatchPrefixParams
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
-from sglang.srt.mem_cache.common import evict_from_tree_cache
-from sglang.srt.mem_cache.hiradix_cache import HiRadixCache as SGLangHiRadixCache
 from sglang.srt.mem_cache.l2_transfer import L2TransferEngine
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.mem_cache.radix_cache import RadixKey
-from sglang.srt.mem_cache.unified_cache import components  # type: ignore[import-untyped]  # measured, never relied on
-from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache  # type: ignore[import-untyped]  # the same
+from typing_extensions import override
 
 from kvlayouts.common.trace import default_device_tokens
 from sglang.srt.mem_cache.hicache.agreement import RankAgreement
@@ -37,9 +30,10 @@ from sglang.srt.mem_cache.hicache.assemble import assemble_cache
 from sglang.srt.mem_cache.hicache.copies.transfer import HostTransfer
 from sglang.srt.mem_cache.hicache.device.pools import MlaGeometry, build_device_pool
 from sglang.srt.mem_cache.hicache.runtime import standalone_runtime
+from sglang.srt.mem_cache.hicache.seam.sglang import submit_load
 from sglang.srt.mem_cache.hicache.settings import HiCacheSettings, ShardGroup
-from sglang.srt.mem_cache.hicache.slots.allocator import CPSharedPagedTokenToKVPoolAllocator
-from sglang.srt.mem_cache.hicache.tree.radix_tree import PagedInsertParams
+from sglang.srt.mem_cache.hicache.slots.allocator import LaneSlotAllocator
+from sglang.srt.mem_cache.hicache.tree.calls import Insertion
 from sglang.srt.mem_cache.layouts import GroupKind, LayoutConfig, PoolKind, create_layout
 from sglang.srt.mem_cache.layouts.errors import LayoutInvariantError
 
@@ -101,11 +95,13 @@ class Subject(Protocol):
 class NoCopyEngine(L2TransferEngine):
     """SGLang's engine with nothing to copy: streams, events and layer counters only."""
 
+    @override
     def submit_device_to_host(self, transfers: list[L2Transfer]) -> TransferCompletion:
         """Record the events of a backup."""
         return super().submit_device_to_host([])
 
-    def submit_host_to_device(self, transfers: list[L2Transfer], **call: Any) -> TransferCompletion:  # noqa: ANN401
+    @override
+    def submit_host_to_device(self, transfers: list[L2Transfer], **call: Any) -> TransferCompletion:
         """Record the events of a load."""
         return super().submit_host_to_device([], **call)
 
@@ -119,9 +115,7 @@ class NoCopier:
 
     def load(self, copies: CopyPlan, engine: L2TransferEngine, producer: LayerLoadingEvent) -> TransferCompletion:
         """Record the events of a load."""
-        return engine.submit_host_to_device(
-            [], start_event=producer.start_event, on_layer_done=producer.complete, layer_num=LAYERS
-        )
+        return submit_load(engine, [], layers=LAYERS, start_event=producer.start_event, on_layer_done=producer.complete)
 
 
 class OurSubject:
@@ -136,12 +130,12 @@ class OurSubject:
             LayoutConfig(name=layout_name, page_size=sizes.page_size, shard_size=ranks, shard_rank=0)
         )
         rank_tokens = sizes.device_tokens // self.layout.lane_count
-        pool = _device_pool(rank_tokens, sizes.page_size)
-        self.allocator = CPSharedPagedTokenToKVPoolAllocator(
+        pool = device_pool(rank_tokens, sizes.page_size)
+        self.allocator = LaneSlotAllocator(
             layout=self.layout, physical_size=rank_tokens, dtype=pool.dtype, device="cpu", kvcache=pool
         )
         self.cache: HiRadixCache[Any] = assemble_cache(
-            _params(self.allocator, sizes.page_size),
+            cache_params(self.allocator, sizes.page_size),
             layout=self.layout,
             settings=HiCacheSettings(host_ratio=sizes.host_ratio),
             group=ShardGroup() if ranks == 1 else ShardGroup(kind=GroupKind.ATTENTION_CP, size=ranks, rank=0),
@@ -161,13 +155,11 @@ class OurSubject:
         """See `Subject.serve`."""
         cache, page_size = self.cache, self._page_size
         key = RadixKey(tokens)
-        found = cache.match_prefix(MatchPrefixParams(key=RadixKey(tokens, limit=len(tokens) - 1)))
-        prefix, node = found.device_indices, found.last_device_node
-        if found.host_hit_length:
-            loaded, node = cache.init_load_back(
-                InitLoadBackParams(best_match_node=found.best_match_node, host_hit_length=found.host_hit_length)
-            )
-            prefix = _joined(prefix, loaded)
+        found = cache.match(RadixKey(tokens, limit=len(tokens) - 1))
+        prefix, node = found.slots, found.device_node
+        if found.host_tokens:
+            loaded, node = cache.bring_back(found.host_node)
+            prefix = joined(prefix, loaded)
         cache.ready_to_load_host_cache()
         cache.inc_lock_ref(node)
         cached, whole = len(prefix) // page_size, len(tokens) // page_size
@@ -175,10 +167,10 @@ class OurSubject:
         fresh = cache.alloc_slots(self.layout.extend_lanes(base, cached, -(-len(tokens) // page_size) - cached))
         if fresh is None:
             raise LayoutInvariantError(f"no room for a prompt of {len(tokens)} tokens")
-        slots = _joined(prefix, self.allocator.slots(fresh))
+        slots = joined(prefix, self.allocator.slots(fresh))
         pages = np.concatenate([*_pages_above(node), fresh])
-        result = cache.insert(PagedInsertParams(key=key, value=slots[: whole * page_size], slot_pages=pages[:whole]))
-        known = result.prefix_len // page_size
+        result = cache.put(Insertion(key=key, value=slots[: whole * page_size], slot_pages=pages[:whole]))
+        known = result.known_tokens // page_size
         self.allocator.free_slot_pages(pages[cached:known])
         self.allocator.free_slot_pages(pages[whole:])
         cache.dec_lock_ref(node)
@@ -190,10 +182,9 @@ class OurSubject:
         pages = self.cache.alloc_slots(self.layout.extend_lanes(0, 0, 1))
         if pages is None:
             raise LayoutInvariantError("no room for a page")
-        params = PagedInsertParams(
-            key=RadixKey(tokens), value=self.allocator.slots(pages), slot_pages=pages, chunked=chunked
+        self.cache.put(
+            Insertion(key=RadixKey(tokens), value=self.allocator.slots(pages), slot_pages=pages, is_use=not chunked)
         )
-        self.cache.insert(params)
         return next(reversed(self.cache.root_node.children.values()))
 
     def close(self) -> None:
@@ -201,7 +192,7 @@ class OurSubject:
         self.cache.release_host_resources()
 
 
-def _joined(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+def joined(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
     """Both in one tensor; no copy where one is empty, since copying here is not the caches' work."""
     return torch.cat([first, second]) if len(first) and len(second) else first if len(first) else second
 
@@ -220,69 +211,6 @@ def _pages_above(node: LayoutTreeNode[Any]) -> list[PageArray]:
     return parts[::-1]
 
 
-class SGLangSubject:
-    """One of SGLang's own trees, with SGLang's paged allocator."""
-
-    def __init__(self, name: str, cache: Any, allocator: Any) -> None:  # noqa: ANN401  # nothing of it is relied on
-        self.name = name
-        self.cache = cache
-        self.allocator = allocator
-        cache.cache_controller.l2_transfer_engine = NoCopyEngine("direct")
-        atexit.unregister(cache.shutdown)  # it would keep every cache of this process alive
-
-    def serve(self, tokens: array[int]) -> int:
-        """See `Subject.serve`."""
-        cache, allocator, page_size = self.cache, self.allocator, self.allocator.page_size
-        found = cache.match_prefix(MatchPrefixParams(key=RadixKey(tokens, limit=len(tokens) - 1)))
-        prefix, node = found.device_indices, found.last_device_node
-        if found.host_hit_length:
-            params: Any = InitLoadBackParams(
-                best_match_node=found.best_match_node, host_hit_length=found.host_hit_length
-            )
-            params.req = SimpleNamespace(last_node=node, swa_host_hit_length=0, mamba_host_hit_length=0, rid="")
-            loaded, node = cache.init_load_back(params)
-            prefix = _joined(prefix, loaded)
-        cache.ready_to_load_host_cache()
-        lock = cache.inc_lock_ref(node)
-        need = -(-len(tokens) // page_size) * page_size - len(prefix)
-        evict_from_tree_cache(cache, need)
-        fresh = allocator.alloc(need)
-        if fresh is None:
-            raise LayoutInvariantError(f"no room for a prompt of {len(tokens)} tokens")
-        slots = _joined(prefix, fresh)
-        whole = len(tokens) // page_size * page_size
-        result = cache.insert(InsertParams(key=RadixKey(tokens), value=slots[:whole]))
-        allocator.free_segments(
-            [(slots[len(prefix) : result.prefix_len], len(prefix)), (slots[whole : len(tokens)], whole)]
-        )
-        cache.dec_lock_ref(node, lock.to_dec_params())
-        cache.check_hicache_events()
-        return len(prefix)
-
-    def close(self) -> None:
-        """See `Subject.close`."""
-        self.cache.release_host_resources()
-
-
-def hiradix(sizes: PoolSizes, server_args: ServerArgs) -> SGLangSubject:
-    """SGLang's `HiRadixCache`. Host sizes come from `server_args`; see `subjects_runtime`."""
-    pool = _device_pool(sizes.device_tokens, sizes.page_size)
-    allocator = _stock_allocator(pool, sizes)
-    cache = SGLangHiRadixCache(_params(allocator, sizes.page_size), server_args)
-    return SGLangSubject("SGLang HiRadixCache", cache, allocator)
-
-
-def unified(sizes: PoolSizes, server_args: ServerArgs) -> SGLangSubject:
-    """SGLang's `UnifiedRadixCache` for full attention, with its host tier."""
-    pool = _device_pool(sizes.device_tokens, sizes.page_size)
-    allocator = _stock_allocator(pool, sizes)
-    params: Any = _params(allocator, sizes.page_size)
-    params.tree_components = (components.ComponentType.FULL,)
-    cache = UnifiedRadixCache(params)
-    cache.init_hicache(server_args, params)
-    return SGLangSubject("SGLang UnifiedRadixCache", cache, allocator)
-
-
 @contextmanager
 def subjects_runtime(sizes: PoolSizes) -> Iterator[ServerArgs]:
     """SGLang's process-wide settings for caches of these sizes."""
@@ -296,15 +224,13 @@ def subjects_runtime(sizes: PoolSizes) -> Iterator[ServerArgs]:
         yield server_args
 
 
-def _device_pool(tokens: int, page_size: int) -> KVCache:
+def device_pool(tokens: int, page_size: int) -> KVCache:
+    """Rows of `SMALL_ROWS` for so many slots."""
     return build_device_pool(PoolKind.MLA, tokens=tokens, page_size=page_size, layers=LAYERS, geometry=SMALL_ROWS)
 
 
-def _stock_allocator(pool: KVCache, sizes: PoolSizes) -> PagedTokenToKVPoolAllocator:
-    return PagedTokenToKVPoolAllocator(sizes.device_tokens, sizes.page_size, pool.dtype, "cpu", pool, need_sort=False)
-
-
-def _params(allocator: Any, page_size: int) -> CacheInitParams:  # noqa: ANN401
+def cache_params(allocator: Any, page_size: int) -> CacheInitParams:  # noqa: ANN401
+    """SGLang's construction parameters for a cache without requests."""
     return CacheInitParams(
         disable=False,
         req_to_token_pool=ReqToTokenPool(size=1, max_context_len=1, device="cpu", enable_memory_saver=False),

@@ -12,20 +12,20 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from sglang.srt.mem_cache.base_prefix_cache import EvictParams, MatchPrefixParams
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from kvlayouts.bench.figures import Figure, bounded
+from kvlayouts.bench.sglang_subjects import SGLANG_TREES
 from kvlayouts.bench.subjects import (
     OurSubject,
     PoolSizes,
     Subject,
-    hiradix,
     leaf_tokens,
     subjects_runtime,
-    unified,
 )
 from kvlayouts.bench.timing import no_collection, seconds_of
+from sglang.srt.mem_cache.hicache.seam.trees import HIRADIX, UNIFIED
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -40,9 +40,9 @@ if TYPE_CHECKING:
 PAGE_SIZE = 4
 SPARE_PAGES = 4_096
 OUR_SAMPLES, THEIR_SAMPLES = 100, 5
+_MOST_LEAVES = {HIRADIX: 100_000, UNIFIED: 10_000}
 SGLANG: Mapping[str, tuple[Callable[[PoolSizes, ServerArgs], Subject], int]] = {
-    "SGLang HiRadixCache": (hiradix, 100_000),
-    "SGLang UnifiedRadixCache": (unified, 10_000),
+    name: (make, _MOST_LEAVES[name]) for name, make in SGLANG_TREES.items()
 }
 """How each of SGLang's trees is made, and the most leaves with which one eviction ends in a reasonable time."""
 FLAT, EVICT_MS, GROWTH = 2.0, 0.1, 0.2
@@ -173,7 +173,7 @@ def _time_ours(subjects: list[OurSubject], sizes: tuple[int, ...]) -> list[TreeT
 
     def match(subject: OurSubject, leaves: int) -> None:
         tokens = leaf_tokens(rng.randrange(leaves), PAGE_SIZE)
-        subject.cache.match_prefix(MatchPrefixParams(key=RadixKey(tokens)))
+        subject.cache.match(RadixKey(tokens))
 
     def insert(subject: OurSubject, leaves: int) -> None:
         waiting[leaves] = subject.insert_leaf(leaf_tokens(next(numbers), PAGE_SIZE), chunked=True)

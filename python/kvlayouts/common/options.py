@@ -15,7 +15,7 @@ from kvlayouts.common.values import (
     TRACE_BLOCK_TOKENS,
     EvictionPolicy,
     HostLayout,
-    PoolKind,
+    PoolName,
     WritePolicy,
 )
 
@@ -35,7 +35,7 @@ layouts_option = click.option(
     "--layout", "layouts", multiple=True, default=DEFAULT_LAYOUTS, help="Layout strategy; repeat for more."
 )
 layout_option = click.option("--layout", default="cp_shared", help="Layout strategy.")
-pool_option = click.option("--pool", type=click.Choice(get_args(PoolKind)), default="mla", help="KV pool of the model.")
+pool_option = click.option("--pool", type=click.Choice(get_args(PoolName)), default="mla", help="KV pool of the model.")
 policy_option = click.option(
     "--policy",
     type=click.Choice(get_args(WritePolicy)),

@@ -17,7 +17,7 @@ else:
     _accepted = load_alone("hicache.accepted")
     DSA_PAGE_SIZE, WritePolicy = _accepted.DSA_PAGE_SIZE, _accepted.WritePolicy
 
-PoolKind: TypeAlias = Literal["dsa", "mla", "mha"]
+PoolName: TypeAlias = Literal["dsa", "mla", "mha"]
 EvictionPolicy: TypeAlias = Literal["lru", "lfu", "fifo", "mru", "filo", "priority", "slru"]
 HostLayout: TypeAlias = Literal["layer_first", "page_first_direct"]
 VerifyMode: TypeAlias = Literal["all", "sample", "off"]
@@ -47,7 +47,7 @@ def check_layout_names(layouts: tuple[str, ...]) -> None:
             raise InputError(f"--layout {name}: given twice; each layout runs once")
 
 
-def check_pool_page_size(pool: PoolKind, page_size: int) -> None:
+def check_pool_page_size(pool: PoolName, page_size: int) -> None:
     """Raise `InputError` where the pool cannot have pages of `page_size` tokens."""
     if pool == "dsa":
         check_dsa_page_size(page_size, "--pool dsa")

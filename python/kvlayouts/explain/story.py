@@ -20,12 +20,14 @@ from kvlayouts.common.errors import RunError
 from kvlayouts.common.strategies import create_rank
 from kvlayouts.explain.free_pages import HostPages, SlotPages
 from sglang.srt.mem_cache.layouts.errors import LayoutConfigError, LayoutInvariantError
+from sglang.srt.mem_cache.layouts.testing_metadata import stored_arrays
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from sglang.srt.mem_cache.layouts.pages import LaneArray, PageArray
     from sglang.srt.mem_cache.layouts.plans import CopyRun
+    from sglang.srt.mem_cache.layouts.protocol import NodeMetadata
     from sglang.srt.mem_cache.layouts.registry import AnyKVLayoutStrategy
 
 
@@ -153,7 +155,7 @@ def _tell(config: ExplainConfig, layouts: Sequence[AnyKVLayoutStrategy]) -> Node
             )
         host_pages = HostPages(pages=config.pages, seed=config.seed, rank=rank).take(plan.owned_pages)
         metadata = layout.finish_backup(plan, host_pages)
-        halves = None if config.split_tokens is None else layout.split(metadata, config.split_tokens)
+        halves = None if config.split_tokens is None else metadata.split(config.split_tokens)
         parts: Sequence[Any] = [metadata] if halves is None else halves  # the registry erases the metadata's type
         if new_slot_pages is None:
             new_slot_pages = slots.take(layout.load_lanes(parts))
@@ -168,13 +170,13 @@ def _tell(config: ExplainConfig, layouts: Sequence[AnyKVLayoutStrategy]) -> Node
                 new_row_pages=load.device_pages(),
                 backup=tuple(plan.bind(host_pages).runs()),
                 load=tuple(load.runs()),
-                metadata_bytes=metadata.nbytes,
+                metadata_bytes=_bytes_of(metadata),
                 half_pages=None if halves is None else _both(len(half.host_pages) for half in halves),
-                half_bytes=None if halves is None else _both(half.nbytes for half in halves),
+                half_bytes=None if halves is None else _both(_bytes_of(half) for half in halves),
             )
         )
         demand_pages = plan.demand_pages
-        half_lanes = [] if halves is None else [(half.logical_len, half.pages_per_rank) for half in halves]
+        half_lanes = [] if halves is None else [(half.logical_len, half.pages_per_lane) for half in halves]
     assert new_slot_pages is not None
     return NodeStory(
         config=config,
@@ -194,6 +196,10 @@ def _tell(config: ExplainConfig, layouts: Sequence[AnyKVLayoutStrategy]) -> Node
         ),
         ranks=tuple(stories),
     )
+
+
+def _bytes_of(metadata: NodeMetadata) -> int:
+    return sum(array.nbytes for array in stored_arrays(metadata))
 
 
 def _both(numbers: Iterable[int]) -> tuple[int, int]:

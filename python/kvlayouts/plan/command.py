@@ -11,7 +11,7 @@ from kvlayouts.common.errors import InputError
 from kvlayouts.common.outputs import Output, check_outputs, deliver, json_output
 from kvlayouts.common.strategies import load_layouts, read_options
 from kvlayouts.common.trace import DEFAULT_TRACE, default_device_tokens, read_trace
-from kvlayouts.common.values import MAX_DEVICE_TOKENS, PoolKind, check_dsa_page_size, check_host_ratio
+from kvlayouts.common.values import MAX_DEVICE_TOKENS, PoolName, check_dsa_page_size, check_host_ratio
 from kvlayouts.plan import options as own
 from kvlayouts.plan.options import PlanOptions
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     type=click.IntRange(1, own.MAX_BYTES_PER_TOKEN),
     help="Instead of a model: bytes on one GPU.",
 )
-@click.option("--pool", type=click.Choice(get_args(PoolKind)), show_default="mla", help="KV pool, beside such a size.")
+@click.option("--pool", type=click.Choice(get_args(PoolName)), show_default="mla", help="KV pool, beside such a size.")
 @click.option(
     "--kv-cache-dtype", type=click.Choice(get_args(own.KVCacheDtype)), default="auto", help="As SGLang's flag."
 )
@@ -160,13 +160,13 @@ def _refuse_both(flag: str, value: float | None, other_flag: str, other: float |
 def _geometry(
     path: Path | None,
     bytes_per_token: int | None,
-    pool: PoolKind | None,
+    pool: PoolName | None,
     dtype: own.KVCacheDtype,
     layout: str,
     attention_tp_size: int,
 ) -> ModelGeometry:
     from kvlayouts.plan.model import given_size, read_model
-    from sglang.srt.mem_cache.layouts.config import PoolKind as ServedKind
+    from sglang.srt.mem_cache.layouts.config import PoolKind
 
     if path is not None:
         if bytes_per_token is not None or pool is not None:
@@ -182,7 +182,7 @@ def _geometry(
         raise InputError(
             f"--kv-cache-dtype {dtype}: must not be given together with --kv-bytes-per-token {bytes_per_token}"
         )
-    return given_size(ServedKind(pool or "mla"), bytes_per_token)
+    return given_size(PoolKind(pool or "mla"), bytes_per_token)
 
 
 def _host_pages(

@@ -109,11 +109,11 @@ class CountingController(Generic[MetadataT]):
         if slot_pages is None:
             return None
         for part in parts:
-            self.loaded_pages += part.pages_per_rank
+            self.loaded_pages += part.pages_per_lane
         self.ack_load_queue.append(HiCacheAck(_ENDED, _ENDED, [node_id], len(slot_pages)))
         return slot_pages
 
     def release_host(self, metadata: MetadataT) -> int:
         """Free a node's host pages. Returns its logical tokens."""
-        self.ledger.give(metadata.pages_per_rank)
+        self.ledger.give(metadata.pages_per_lane)
         return metadata.logical_len

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from kvlayouts.common.values import EvictionPolicy, PoolKind, WritePolicy
+    from kvlayouts.common.values import EvictionPolicy, PoolName, WritePolicy
 
 KVCacheDtype: TypeAlias = Literal["auto", "bfloat16", "fp8_e4m3", "fp8_e5m2"]
 
@@ -28,7 +28,7 @@ class PlanOptions:
     layout_config: str | None
     model_config: Path | None
     kv_bytes_per_token: int | None
-    pool: PoolKind | None
+    pool: PoolName | None
     kv_cache_dtype: KVCacheDtype
     gpus: int | None
     cp_size: int | None

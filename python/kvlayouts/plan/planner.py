@@ -18,6 +18,7 @@ from kvlayouts.plan.settings import POOL_CLASSES
 from kvlayouts.plan.simulation import CacheSimulation
 from sglang.srt.mem_cache.layouts.config import LayoutEnvironment
 from sglang.srt.mem_cache.layouts.errors import LayoutConfigError
+from sglang.srt.mem_cache.layouts.owners import shares_pages_out
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -72,7 +73,7 @@ def _refuse_as_a_server(config: PlanConfig, layout: AnyKVLayoutStrategy) -> None
         config.model.facts,
         layout.name,
         ranks=config.cp_size,
-        sharded=layout.lane_count > 1,
+        sharded=shares_pages_out(layout),
         page_size=config.page_size,
         tp_size=config.gpus,
     )
@@ -85,8 +86,8 @@ def _environment(config: PlanConfig, layout: AnyKVLayoutStrategy) -> LayoutEnvir
         page_size=config.page_size,
         allocator_lanes=layout.lane_count,
         group_kind=config.group_kind,
-        group_size=config.cp_size,
-        group_rank=0,
+        shard_size=config.cp_size,
+        shard_rank=0,
     )
 
 

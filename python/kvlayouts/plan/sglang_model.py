@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
+from typing_extensions import override
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of kernels that this machine does not have
@@ -28,14 +29,14 @@ with warnings.catch_warnings():
         get_model_config_parser,
         register_model_config_parser,
     )
-    from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator, calculate_mla_kv_cache_dim
-    from sglang.srt.model_executor.model_runner_components.layer_setup import resolve_layer_indices
+    from sglang.srt.mem_cache.kv_cache_configurator import calculate_mla_kv_cache_dim
     from sglang.srt.model_executor.pool_configurator import create_memory_pool_configurator
     from sglang.srt.model_loader.utils import get_model_architecture
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
     from transformers import CONFIG_MAPPING, PretrainedConfig
 
     from sglang.srt.mem_cache.hicache.runtime import standalone_runtime
+    from sglang.srt.mem_cache.hicache.seam.models import kv_cache_configurator, model_layers
     from sglang.srt.mem_cache.hicache.server.models import model_facts
 
 if TYPE_CHECKING:
@@ -84,19 +85,13 @@ class SGLangModel:
     def kv_bytes(self, *, attention_tp_size: int) -> tuple[int, int, int]:
         """Layers with KV, and the bytes of a token on one of `attention_tp_size` ranks: of KV rows, of a DSA index."""
         with quiet(), standalone_runtime(world_size=attention_tp_size) as server_args:
-            layers = resolve_layer_indices(
-                model=None,
-                model_config=self._model,
-                is_draft_worker=False,
-                spec_algorithm=SpeculativeAlgorithm.NONE,
-            )
+            layers = model_layers(self._model)
             count = layers.num_effective_layers
             if count < 1:
                 return count, 0, 0
-            configurator = KVCacheConfigurator(
+            configurator = kv_cache_configurator(
                 device="cpu",
                 gpu_id=0,
-                ps=None,
                 pp_group=None,
                 model=None,
                 model_config=self._model,
@@ -131,12 +126,13 @@ class SGLangModel:
 class ConfigFileParser(ModelConfigParserBase):
     """Reads a config.json as SGLang does, but runs no code that lies beside it."""
 
+    @override
     def parse(
         self,
         model: str | Path,
         trust_remote_code: bool,
         revision: str | None = None,
-        **others: Any,  # noqa: ANN401  # Transformers' keywords
+        **others: Any,  # Transformers' keywords
     ) -> PretrainedConfig:
         """The configuration in the folder `model`."""
         fields, _ = PretrainedConfig.get_config_dict(model, revision=revision)

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Generic
 
 import numpy as np
 import torch
-from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 from sglang.srt.mem_cache.events import KVCacheEventRecorder
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.utils import get_eviction_strategy
@@ -23,8 +22,8 @@ from kvlayouts.plan.counting import CountingController, CountingSlots
 from sglang.srt.mem_cache.hicache.agreement import RankAgreement
 from sglang.srt.mem_cache.hicache.host.ledger import HostLedger
 from sglang.srt.mem_cache.hicache.settings import HiCacheSettings
+from sglang.srt.mem_cache.hicache.tree.calls import Insertion
 from sglang.srt.mem_cache.hicache.tree.parts import build_tree_parts
-from sglang.srt.mem_cache.hicache.tree.radix_tree import PagedInsertParams
 from sglang.srt.mem_cache.hicache.tree.report import TrafficReport
 from sglang.srt.mem_cache.layouts.protocol import KVLayoutStrategy, MetadataT
 
@@ -134,13 +133,13 @@ class CacheSimulation(Generic[MetadataT]):
         parts, size = self.parts, self._page_size
         keys = self._prompts.page_keys(prompt)
         # The last token of a prompt is always computed: its logits are the answer.
-        match = parts.tree.match_prefix(MatchPrefixParams(key=RadixKey(keys, limit=(prompt.tokens - 1) // size)))
-        node: LayoutTreeNode[Any] = match.last_device_node
-        found = cached = match.device_indices.numel()
-        if match.host_hit_length:
-            loaded = parts.load_backs.load_back(match.best_match_node)
+        match = parts.tree.match(RadixKey(keys, limit=(prompt.tokens - 1) // size))
+        node: LayoutTreeNode[Any] = match.device_node
+        found = cached = match.slots.numel()
+        if match.host_tokens:
+            loaded = parts.load_backs.load_back(match.host_node)
             if loaded is not None:
-                node, cached = match.best_match_node, found + loaded.numel()
+                node, cached = match.host_node, found + loaded.numel()
         parts.accounting.lock(node)
         lanes = self._lanes[self._bases[prompt.first_page]][: -(-prompt.tokens // size)]
         own = parts.device_room.alloc(lanes[cached:])
@@ -150,8 +149,8 @@ class CacheSimulation(Generic[MetadataT]):
         pages[cached:] = own  # before these, the tree looks at none: it has them on the device
         whole = pages[: len(keys)]
         known = parts.insert(
-            PagedInsertParams(key=RadixKey(keys), value=self.slots.slots(whole), slot_pages=whole)
-        ).prefix_len
+            Insertion(key=RadixKey(keys), value=self.slots.slots(whole), slot_pages=whole)
+        ).known_tokens
         self.slots.free_slot_pages(np.concatenate((pages[cached:known], pages[len(keys) :])))
         parts.accounting.unlock(node)
         parts.transfers.settle()

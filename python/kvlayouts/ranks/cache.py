@@ -12,7 +12,7 @@ from kvlayouts.ranks.memory import LAYERS
 from sglang.srt.mem_cache.hicache.assemble import assemble_cache
 from sglang.srt.mem_cache.hicache.device.pools import build_device_pool
 from sglang.srt.mem_cache.hicache.settings import ShardGroup
-from sglang.srt.mem_cache.hicache.slots.allocator import CPSharedPagedTokenToKVPoolAllocator
+from sglang.srt.mem_cache.hicache.slots.allocator import LaneSlotAllocator
 from sglang.srt.mem_cache.layouts import GroupKind, create_layout
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ class RankCache:
 
     device_pool: KVCache
     layout: AnyKVLayoutStrategy
-    allocator: CPSharedPagedTokenToKVPoolAllocator
+    allocator: LaneSlotAllocator
     cache: HiRadixCache[Any]
 
 
@@ -51,7 +51,7 @@ def build_rank_cache(
     device_pool = build_device_pool(
         geometry.kind, tokens=rank_tokens, page_size=choice.page_size, layers=LAYERS, geometry=geometry
     )
-    allocator = CPSharedPagedTokenToKVPoolAllocator(
+    allocator = LaneSlotAllocator(
         layout=layout, physical_size=rank_tokens, dtype=device_pool.dtype, device="cpu", kvcache=device_pool
     )
     params = CacheInitParams(

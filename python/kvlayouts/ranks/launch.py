@@ -11,6 +11,8 @@ import warnings
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from typing_extensions import override
+
 from kvlayouts.ranks.messages import Alive, Done, Failed, Logged
 from kvlayouts.ranks.outbox import Outbox
 
@@ -68,6 +70,7 @@ class _Forwarder(logging.Handler):
         super().__init__(logging.WARNING)
         self._outbox = outbox
 
+    @override
     def emit(self, record: logging.LogRecord) -> None:
         text = " ".join(record.getMessage().split())
         # All Python warnings are logged from one line of the standard library; their texts begin with their own.

@@ -15,7 +15,7 @@ from kvlayouts.common.trace import DEFAULT_TRACE, check_device_tokens, default_d
 from kvlayouts.common.values import (
     EvictionPolicy,
     HostLayout,
-    PoolKind,
+    PoolName,
     VerifyMode,
     WritePolicy,
     check_host_ratio,
@@ -62,7 +62,7 @@ def replay(
     layouts: tuple[str, ...],
     layout_config: str | None,
     cp_size: int,
-    pool: PoolKind,
+    pool: PoolName,
     page_size: int,
     device_tokens: int | None,
     host_ratio: float,
@@ -123,12 +123,12 @@ def _check_memory(config: ReplayConfig) -> None:
     """Raise `InputError` if the machine has no room for the pools of all ranks, which no layout changes."""
     from kvlayouts.ranks.memory import refuse_more_than_there_is
     from kvlayouts.replay.geometries import GEOMETRIES
-    from sglang.srt.mem_cache.layouts.config import PoolKind as ServedKind
+    from sglang.srt.mem_cache.layouts.config import PoolKind
 
     sizes = f"--device-tokens {config.device_tokens} and --host-ratio {config.host_ratio:g}"
     refuse_more_than_there_is(
         f"--cp-size {config.cp_size} with {sizes}",
-        GEOMETRIES[ServedKind(config.pool)],
+        GEOMETRIES[PoolKind(config.pool)],
         ranks=config.cp_size,
         device_pages=config.device_pages,
         host_pages=config.host_pages,

@@ -24,7 +24,7 @@ from kvlayouts.common.values import (
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from kvlayouts.common.values import EvictionPolicy, HostLayout, PoolKind, VerifyMode, WritePolicy
+    from kvlayouts.common.values import EvictionPolicy, HostLayout, PoolName, VerifyMode, WritePolicy
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,7 +40,7 @@ class ReplayConfig:
     layout_options: Mapping[str, object] = field(default_factory=dict)
     device_tokens: int
     cp_size: int = 4
-    pool: PoolKind = "mla"
+    pool: PoolName = "mla"
     page_size: int = 64
     host_ratio: float = 2.0
     policy: WritePolicy = "write_through"

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 import torch.distributed as dist
-from sglang.srt.mem_cache.base_prefix_cache import InitLoadBackParams, InsertParams, MatchPrefixParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from kvlayouts.common.trace import token_ids
@@ -29,6 +28,7 @@ from sglang.srt.mem_cache.hicache.check.digest import tree_digest
 from sglang.srt.mem_cache.hicache.device.pools import bytes_of as device_bytes_of
 from sglang.srt.mem_cache.hicache.host.pools import host_bytes_of
 from sglang.srt.mem_cache.hicache.settings import HiCacheSettings
+from sglang.srt.mem_cache.hicache.tree.calls import Insertion
 from sglang.srt.mem_cache.layouts import LayoutConfig, PoolKind
 from sglang.srt.mem_cache.layouts.errors import LayoutInvariantError
 from sglang.srt.mem_cache.layouts.pages import PageArray, pages_of_tokens
@@ -95,15 +95,13 @@ class RankReplay:
         tokens = token_ids(request, self._config.block_tokens)
         sums = prefix_sums(np.frombuffer(tokens, dtype=np.int64), self._config.seed)
         # The last token of a prompt is always computed: its logits are the answer.
-        match = self.cache.match_prefix(MatchPrefixParams(key=RadixKey(tokens[:-1])))
-        loaded, node = match.device_indices[:0], match.last_device_node
-        if match.host_hit_length:
-            loaded, node = self.cache.init_load_back(
-                InitLoadBackParams(best_match_node=match.best_match_node, host_hit_length=match.host_hit_length)
-            )
+        match = self.cache.match(RadixKey(tokens[:-1]))
+        loaded, node = match.slots[:0], match.device_node
+        if match.host_tokens:
+            loaded, node = self.cache.bring_back(match.host_node)
         self._wait_for_load()
         self.cache.inc_lock_ref(node)
-        cached = torch.cat([match.device_indices, loaded])
+        cached = torch.cat([match.slots, loaded])
         pages = self._allocate(tokens.tobytes(), len(tokens), pages_of_tokens(cached, self._config.page_size))
         cached_pages = len(cached) // self._config.page_size
         self._check(pages[:cached_pages], sums)
@@ -111,7 +109,7 @@ class RankReplay:
         self._insert(RadixKey(tokens), pages, cached_pages)
         self.cache.dec_lock_ref(node)
         self.cache.check_hicache_events()
-        return len(match.device_indices), len(loaded), len(tokens) - len(cached)
+        return len(match.slots), len(loaded), len(tokens) - len(cached)
 
     def _wait_for_load(self) -> None:
         """Wait for each layer, as a forward pass does."""
@@ -134,8 +132,8 @@ class RankReplay:
     def _insert(self, key: RadixKey, pages: PageArray, cached_pages: int) -> None:
         """Give the whole pages to the tree; free what it had already, and the partial page at the end."""
         whole = len(key) // self._config.page_size
-        result = self.cache.insert(InsertParams(key=key, value=self.cache.slots.slots(pages[:whole])))
-        known = result.prefix_len // self._config.page_size
+        result = self.cache.put(Insertion(key=key, value=self.cache.slots.slots(pages[:whole])))
+        known = result.known_tokens // self._config.page_size
         self.cache.slots.free_slot_pages(np.concatenate([pages[cached_pages:known], pages[whole:]]))
 
     # Rows.

@@ -10,7 +10,7 @@ from kvlayouts.common import options
 from kvlayouts.common.errors import InputError
 from kvlayouts.common.outputs import check_outputs, deliver, json_output
 from kvlayouts.common.strategies import create_group, read_options
-from kvlayouts.common.values import DSA_PAGE_SIZE, EvictionPolicy, HostLayout, PoolKind, WritePolicy
+from kvlayouts.common.values import DSA_PAGE_SIZE, EvictionPolicy, HostLayout, PoolName, WritePolicy
 from kvlayouts.soak.config import FAULTS, SoakConfig
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def soak(
     events: int | None,
     layout: str,
     layout_config: str | None,
-    pool: PoolKind,
+    pool: PoolName,
     page_size: int | None,
     policy: WritePolicy,
     eviction_policy: EvictionPolicy,
@@ -84,11 +84,11 @@ def _check_room(config: SoakConfig) -> None:
     lanes = group[0].lane_count
     from kvlayouts.ranks.memory import refuse_more_than_there_is
     from kvlayouts.soak.geometries import GEOMETRIES
-    from sglang.srt.mem_cache.layouts.config import PoolKind as ServedKind
+    from sglang.srt.mem_cache.layouts.config import PoolKind
 
     refuse_more_than_there_is(
         f"--ranks {config.ranks} with --layout {config.layout} and --page-size {config.page_size}",
-        GEOMETRIES[ServedKind(config.pool)],
+        GEOMETRIES[PoolKind(config.pool)],
         ranks=config.ranks,
         device_pages=config.device_pages(lanes),
         host_pages=config.host_pages(lanes),

@@ -14,7 +14,7 @@ from kvlayouts.common.values import (
     MAX_SEED,
     EvictionPolicy,
     HostLayout,
-    PoolKind,
+    PoolName,
     WritePolicy,
     check_host_ratio,
     check_pool_page_size,
@@ -53,7 +53,7 @@ class SoakConfig:
     events: int | None = None
     layout: str = "cp_shared"
     layout_options: Mapping[str, object] = field(default_factory=dict)
-    pool: PoolKind = "mla"
+    pool: PoolName = "mla"
     page_size: int = 4
     logical_pages: int = 96
     host_ratio: float = 2.0

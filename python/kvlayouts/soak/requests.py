@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from sglang.srt.mem_cache.base_prefix_cache import InitLoadBackParams, InsertParams, MatchPrefixParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from kvlayouts.replay.content import KVContent, Words, prefix_sums
+from sglang.srt.mem_cache.hicache.tree.calls import Insertion
 from sglang.srt.mem_cache.layouts.pages import PageArray, pages_of_tokens
 
 if TYPE_CHECKING:
@@ -68,19 +68,15 @@ class Requests:
     ) -> str:
         """Begin a request; it runs afterwards unless there was no room."""
         cache = self._cache
-        match = cache.match_prefix(MatchPrefixParams(key=RadixKey(tokens[:-1])))
-        loaded, node = match.device_indices[:0], match.last_device_node
-        if match.host_hit_length:
-            loaded, node = cache.init_load_back(
-                InitLoadBackParams(
-                    best_match_node=match.best_match_node, host_hit_length=match.host_hit_length, mem_quota=quota
-                )
-            )
+        match = cache.match(RadixKey(tokens[:-1]))
+        loaded, node = match.slots[:0], match.device_node
+        if match.host_tokens:
+            loaded, node = cache.bring_back(match.host_node, quota)
         cache.inc_lock_ref(node)
         self.calls += 3
         if start_load:
             self._run_loads()
-        prefix = pages_of_tokens(torch.cat([match.device_indices, loaded]), self._page_size)
+        prefix = pages_of_tokens(torch.cat([match.slots, loaded]), self._page_size)
         request = Running(
             tokens=tokens,
             sums=prefix_sums(np.frombuffer(tokens, dtype=np.int64), self._seed),
@@ -93,7 +89,7 @@ class Requests:
         chunk = total - len(prefix) if first_chunk_pages is None else min(first_chunk_pages, total - len(prefix))
         self.running.append(request)
         grown = self._grow(request, chunk)
-        hits = f"device {len(match.device_indices)}, host {match.host_hit_length}, loaded {len(loaded)}"
+        hits = f"device {len(match.slots)}, host {match.host_tokens}, loaded {len(loaded)}"
         return f"{len(tokens)} tokens: {hits}, {chunk} new pages{'' if grown else ', no room'}"
 
     def continue_(self, request: Running, pages: int) -> str:
@@ -167,15 +163,15 @@ class Requests:
             return
         key = RadixKey(request.tokens[: whole * size])
         value = cache.slots.slots(request.pages[:whole])
-        inserted = cache.insert(InsertParams(key=key, value=value, chunked=chunked, priority=request.priority))
-        known = inserted.prefix_len // size
+        inserted = cache.put(Insertion(key=key, value=value, priority=request.priority, is_use=not chunked))
+        known = inserted.known_tokens // size
         cache.slots.free_slot_pages(request.pages[request.shared : known])
-        match = cache.match_prefix(MatchPrefixParams(key=RadixKey(request.tokens[: whole * size])))
-        cache.inc_lock_ref(match.last_device_node)
+        match = cache.match(RadixKey(request.tokens[: whole * size]))
+        cache.inc_lock_ref(match.device_node)
         cache.dec_lock_ref(request.node)
         self.calls += 4
-        request.node = match.last_device_node
-        request.pages = np.concatenate([pages_of_tokens(match.device_indices, size), request.pages[whole:]])
+        request.node = match.device_node
+        request.pages = np.concatenate([pages_of_tokens(match.slots, size), request.pages[whole:]])
         request.shared = whole
 
     def _end(self, request: Running) -> str:

@@ -19,6 +19,7 @@ import pytest
 import requests
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.test_utils import CustomTestCase
+from typing_extensions import override
 
 from sglang.srt.mem_cache.hicache.server.metrics import COUNTERS, GAUGES, INTERVAL_SECONDS, PER_RANK, PREFIX
 from support.engines.engine_run import SAMPLING, prompts
@@ -42,7 +43,7 @@ page-size: 16
 max-total-tokens: {rows}
 max-running-requests: 4
 context-length: 512
-mem-fraction-static: 0.1
+mem-fraction-static: 0.3
 attention-backend: torch_native
 cuda-graph-backend-decode: disabled
 cuda-graph-backend-prefill: disabled
@@ -133,6 +134,7 @@ class TestServer(CustomTestCase):
     server: ClassVar[Server]
 
     @classmethod
+    @override
     def setUpClass(cls) -> None:
         super().setUpClass()
         folder = Path(cls.enterClassContext(tempfile.TemporaryDirectory()))

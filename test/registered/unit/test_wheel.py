@@ -15,6 +15,7 @@ from typing import ClassVar
 
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.test_utils import CustomTestCase
+from typing_extensions import override
 
 import sglang
 
@@ -30,6 +31,7 @@ class TestWheel(CustomTestCase):
     names: ClassVar[list[str]]
 
     @classmethod
+    @override
     def setUpClass(cls) -> None:
         """Build a wheel from a copy and unpack it into a copy, made of links, of the SGLang that is installed."""
         super().setUpClass()

@@ -9,6 +9,8 @@ import logging
 import warnings
 from typing import TYPE_CHECKING
 
+from typing_extensions import override
+
 from sglang.srt.mem_cache.layouts import checks
 from sglang.srt.mem_cache.layouts.cp_shared import CpHiCacheNodeMetadata, CpSharedLayout
 from sglang.srt.mem_cache.layouts.identity import IdentityLayout
@@ -27,6 +29,7 @@ class SwapsPages(CpSharedLayout):
 
     name = "swaps_pages"
 
+    @override
     def plan_load(self, parts: Sequence[CpHiCacheNodeMetadata], slot_pages: PageArray) -> LoadPlan:
         plan = super().plan_load(parts, slot_pages)
         device_pages = plan.copies.device_pages()
@@ -39,6 +42,7 @@ class ForgetsAPage(CpSharedLayout):
 
     name = "forgets_a_page"
 
+    @override
     def plan_load(self, parts: Sequence[CpHiCacheNodeMetadata], slot_pages: PageArray) -> LoadPlan:
         plan = super().plan_load(parts, slot_pages)
         if self.lane:
@@ -53,12 +57,14 @@ class ForgetsIfTold(ForgetsAPage):
     told = False
 
     @classmethod
+    @override
     def from_config(cls, config: LayoutConfig) -> ForgetsIfTold:
         config.refuse_unknown_options("forgets")
-        layout = cls(page_size=config.page_size, cp_size=config.shard_size, cp_rank=config.shard_rank)
+        layout = cls(page_size=config.page_size, shard_size=config.shard_size, shard_rank=config.shard_rank)
         layout.told = config.options.get("forgets") is True
         return layout
 
+    @override
     def plan_load(self, parts: Sequence[CpHiCacheNodeMetadata], slot_pages: PageArray) -> LoadPlan:
         return super().plan_load(parts, slot_pages) if self.told else CpSharedLayout.plan_load(self, parts, slot_pages)
 
@@ -68,6 +74,7 @@ class DealsByRank(CpSharedLayout):
 
     name = "deals_by_rank"
 
+    @override
     def chain_base(self, first_page: bytes, namespace: str) -> int:
         return (super().chain_base(first_page, namespace) + self.lane) % self.lane_count
 
@@ -77,6 +84,7 @@ class OrdersByRank(CpSharedLayout):
 
     name = "orders_by_rank"
 
+    @override
     def extend_lanes(self, base: int, first_page: int, pages: int) -> LaneArray:
         lanes = super().extend_lanes(base, first_page, pages)
         if self.lane == 1 and first_page == 0:
@@ -90,6 +98,7 @@ class BreaksOnRank1(CpSharedLayout):
     name = "breaks_on_rank_1"
     backups = 0
 
+    @override
     def finish_backup(self, plan: BackupPlan, host_pages: PageArray) -> CpHiCacheNodeMetadata:
         self.backups += 1
         if self.lane == 1 and self.backups > 3:
@@ -103,10 +112,12 @@ class TwoCopies(CpSharedLayout):
     name = "two_copies"
 
     @classmethod
+    @override
     def from_config(cls, config: LayoutConfig) -> TwoCopies:
         lanes = max(1, config.shard_size // 2)
-        return cls(page_size=config.page_size, cp_size=lanes, cp_rank=config.shard_rank % lanes)
+        return cls(page_size=config.page_size, shard_size=lanes, shard_rank=config.shard_rank % lanes)
 
+    @override
     def validate(self, environment: LayoutEnvironment) -> None:
         """Everything fits."""
 
@@ -116,6 +127,7 @@ class RefusesHeads(IdentityLayout):
 
     name = "refuses_heads"
 
+    @override
     def validate(self, environment: LayoutEnvironment) -> None:
         checks.refuse_divergent_content(self.name, environment)
 
@@ -125,6 +137,7 @@ class Talks(CpSharedLayout):
 
     name = "talks"
 
+    @override
     def extend_lanes(self, base: int, first_page: int, pages: int) -> LaneArray:
         logging.getLogger("faulty_layouts").warning("asked for %d pages", pages)
         warnings.warn("this layout talks too much", RuntimeWarning, stacklevel=1)
@@ -133,4 +146,4 @@ class Talks(CpSharedLayout):
 
 def _loading(plan: LoadPlan, host_pages: PageArray, device_pages: PageArray) -> LoadPlan:
     copies = CopyPlan.from_pages(page_size=plan.page_size, host_pages=host_pages, device_pages=device_pages)
-    return LoadPlan(page_size=plan.page_size, node_pages=plan.node_pages, copies=copies)
+    return LoadPlan(page_size=plan.page_size, logical_pages=plan.logical_pages, copies=copies)

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch.distributed as dist
-from sglang.srt.mem_cache.base_prefix_cache import InitLoadBackParams, InsertParams, MatchPrefixParams
 
 from sglang.srt.mem_cache.hicache.agreement import RankAgreement
 from sglang.srt.mem_cache.hicache.check.digest import tree_digest
 from sglang.srt.mem_cache.hicache.device.pools import bytes_of as device_bytes_of
 from sglang.srt.mem_cache.hicache.environment import agreement_groups, refuse_lanes_that_ranks_share
 from sglang.srt.mem_cache.hicache.host.pools import host_bytes_of
+from sglang.srt.mem_cache.hicache.tree.calls import Insertion
 from sglang.srt.mem_cache.layouts import CpSharedLayout, LayoutConfigError
 from support.caches import Rank, chain, make_allocator, make_device_pool, make_layout, make_params, page_views
 from support.gloo.traffic import RankTraffic, TrafficReport
@@ -192,7 +192,7 @@ def two_stages(world: World, *, capacities: list[int], ready: list[int]) -> tupl
 
 def lanes_that_ranks_share(world: World, *, lanes: list[int], counts: list[int]) -> str:
     """What each rank is told at start, where rank i stores lane ``lanes[i]`` of ``counts[i]``."""
-    layout = CpSharedLayout(page_size=4, cp_size=counts[world.number], cp_rank=lanes[world.number])
+    layout = CpSharedLayout(page_size=4, shard_size=counts[world.number], shard_rank=lanes[world.number])
     try:
         refuse_lanes_that_ranks_share(layout, world.group, peer_seconds=60)
     except LayoutConfigError as error:
@@ -212,16 +212,14 @@ def insert(rank: Rank, tokens: array[int]) -> None:
     pages = rank.cache.alloc_slots(lanes)
     assert pages is not None, "no room for the chain"
     rank.write(tokens, pages)
-    rank.cache.insert(InsertParams(key=rank.key(tokens), value=rank.cache.slots.slots(pages)))
+    rank.cache.put(Insertion(key=rank.key(tokens), value=rank.cache.slots.slots(pages)))
 
 
 def load_back(rank: Rank, tokens: array[int]) -> np.ndarray[Any, np.dtype[np.int64]]:
     """Bring a chain back that only the host has, and wait for it; its slot pages."""
-    match = rank.cache.match_prefix(MatchPrefixParams(key=rank.key(tokens)))
-    assert (len(match.device_indices), match.host_hit_length) == (0, len(tokens)), "the chain is not on the host alone"
-    slots, _ = rank.cache.init_load_back(
-        InitLoadBackParams(best_match_node=match.best_match_node, host_hit_length=match.host_hit_length)
-    )
+    match = rank.cache.match(rank.key(tokens))
+    assert (len(match.slots), match.host_tokens) == (0, len(tokens)), "the chain is not on the host alone"
+    slots, _ = rank.cache.bring_back(match.host_node)
     rank.cache.ready_to_load_host_cache()
     rank.engine.run_loads()
     return pages_of(slots, rank.spec.page_size)

@@ -13,9 +13,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InitLoadBackParams, InsertParams, MatchPrefixParams
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+from typing_extensions import override
 
 from sglang.srt.mem_cache.hicache.check.digest import tree_digest
+from sglang.srt.mem_cache.hicache.tree.calls import Insertion
 from support.caches import Rank, chain, page_views
 from support.groups import chain_lanes, check_host, check_nodes, check_orders, check_slots, pages_of
 
@@ -136,17 +138,13 @@ class RankTraffic:
         tokens, namespace = self._tokens(), self.shared.choice((None, None, "adapter"))
         quota = self.shared.choice((None, None, size, 3 * size))
         priority = self.shared.randrange(3)
-        match = cache.match_prefix(MatchPrefixParams(key=self.rank.key(tokens, namespace)))
-        cached, node = pages_of(match.device_indices, size), match.last_device_node
-        if match.host_hit_length:
-            loaded, node = cache.init_load_back(
-                InitLoadBackParams(
-                    best_match_node=match.best_match_node, host_hit_length=match.host_hit_length, mem_quota=quota
-                )
-            )
+        match = cache.match(self.rank.key(tokens, namespace))
+        cached, node = pages_of(match.slots, size), match.device_node
+        if match.host_tokens:
+            loaded, node = cache.bring_back(match.host_node, quota)
             self.operations["loads" if len(loaded) else "loads refused"] += 1
             cached = np.concatenate([cached, pages_of(loaded, size)])
-        self._answer(len(match.device_indices), match.host_hit_length, cached.tolist(), node.id)
+        self._answer(len(match.slots), match.host_tokens, cached.tolist(), node.id)
         cache.inc_lock_ref(node)
         lanes = chain_lanes(self.rank, tokens, namespace, len(cached), len(tokens) // size)
         own = cache.alloc_slots(lanes)
@@ -173,12 +171,12 @@ class RankTraffic:
         self._insert(request, pages, chunked=True)
         cache, size = self.rank.cache, self.rank.spec.page_size
         key = self.rank.key(request.tokens[: pages * size], request.namespace)
-        match = cache.match_prefix(MatchPrefixParams(key=key))
-        assert len(match.device_indices) == pages * size, "what was just inserted is not on the device"
-        cache.inc_lock_ref(match.last_device_node)
+        match = cache.match(key)
+        assert len(match.slots) == pages * size, "what was just inserted is not on the device"
+        cache.inc_lock_ref(match.device_node)
         cache.dec_lock_ref(request.node)
-        request.pages = np.concatenate([pages_of(match.device_indices, size), request.pages[pages:]])
-        request.cached, request.node = pages, match.last_device_node
+        request.pages = np.concatenate([pages_of(match.slots, size), request.pages[pages:]])
+        request.cached, request.node = pages, match.device_node
         self._verify(request, len(request.pages))
 
     def finish(self) -> None:
@@ -190,16 +188,16 @@ class RankTraffic:
 
     def _insert(self, request: Request, pages: int, *, chunked: bool) -> None:
         size = self.rank.spec.page_size
-        result = self.rank.cache.insert(
-            InsertParams(
+        result = self.rank.cache.put(
+            Insertion(
                 key=self.rank.key(request.tokens[: pages * size], request.namespace),
                 value=self.rank.cache.slots.slots(request.pages[:pages]),
-                chunked=chunked,
                 priority=request.priority,
+                is_use=not chunked,
             )
         )
-        self._answer(result.prefix_len)
-        self.rank.allocator.free_slot_pages(request.pages[request.cached : result.prefix_len // size])
+        self._answer(result.known_tokens)
+        self.rank.allocator.free_slot_pages(request.pages[request.cached : result.known_tokens // size])
 
     def abort(self) -> None:
         """Drop a running request."""
@@ -209,9 +207,9 @@ class RankTraffic:
 
     def pin(self) -> None:
         """Lock what a match finds on the device, for no request."""
-        match = self.rank.cache.match_prefix(MatchPrefixParams(key=self.rank.key(self._tokens())))
-        self._answer(self.rank.cache.inc_lock_ref(match.last_device_node).delta)
-        self.pins.append(match.last_device_node)
+        match = self.rank.cache.match(self.rank.key(self._tokens()))
+        self._answer(self.rank.cache.inc_lock_ref(match.device_node).delta)
+        self.pins.append(match.device_node)
 
     def unpin(self) -> None:
         """Undo a pin."""
@@ -317,7 +315,8 @@ class AckQueue(list[Any]):
         super().__init__()
         self._log = log
 
-    def append(self, ack: Any) -> None:  # noqa: ANN401  # whatever SGLang calls an ack
+    @override
+    def append(self, ack: Any) -> None:  # whatever SGLang calls an ack
         """As a list, and write it down."""
         super().append(ack)
         self._log.append((tuple(ack.node_ids), ack.num_tokens))

@@ -18,6 +18,7 @@ from support.identity.sequences import Kind, Operation
 if TYPE_CHECKING:
     from support.identity.reference import Side
 
+
 Observation = tuple[object, ...]
 
 OUTPUT_SYMBOL = 90
@@ -147,14 +148,11 @@ def _do_insert(side: Side, operation: Operation) -> Observation:
 
 def _insert(side: Side, operation: Operation, tokens: array[int], slots: torch.Tensor, own_from: int) -> Observation:
     """Insert, then free duplicates and the slots after the last whole page, as `cache_finished_req` does."""
-    result = side.cache.insert(
-        InsertParams(
-            key=_key(tokens, operation.namespace),
-            value=slots[: len(tokens)],
-            chunked=operation.chunked,
-            priority=operation.priority,
-        )
+    fields: dict[str, Any] = {"chunked": operation.chunked}  # of that release
+    params = InsertParams(
+        key=_key(tokens, operation.namespace), value=slots[: len(tokens)], priority=operation.priority, **fields
     )
+    result = side.cache.insert(params)
     side.allocator.free(slots[own_from : result.prefix_len])
     side.allocator.free(slots[_aligned(side, len(tokens)) :])
     return ("duplicates end at", result.prefix_len)

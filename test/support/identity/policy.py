@@ -15,13 +15,12 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from sglang.srt.mem_cache.base_prefix_cache import InsertParams, InsertResult
+    from sglang.srt.mem_cache.base_prefix_cache import InsertResult
+
+SGLangHiRadixCache: Any = import_module("sglang.srt.mem_cache.hiradix_cache").HiRadixCache  # our stub has little of it
 
 
-_SGLangHiRadixCache: Any = import_module("sglang.srt.mem_cache.hiradix_cache").HiRadixCache  # our stub has little of it
-
-
-class CountsARequestOnce(_SGLangHiRadixCache):  # type: ignore[misc]  # SGLang's class, as Any
+class CountsARequestOnce(SGLangHiRadixCache):  # type: ignore[misc]  # SGLang's class, as Any
     """SGLang counts a hit at each insert of one request, none where a node is computed again or under write_back."""
 
     def __init__(self, *positional: Any, **named: Any) -> None:  # noqa: ANN401
@@ -39,7 +38,7 @@ class CountsARequestOnce(_SGLangHiRadixCache):  # type: ignore[misc]  # SGLang's
         super().cache_unfinished_req(req, chunked)
         self._request = None
 
-    def insert(self, params: InsertParams) -> InsertResult:
+    def insert(self, params: Any) -> InsertResult:  # noqa: ANN401  # of that release
         result: InsertResult
         if params.chunked:
             result = super().insert(params)

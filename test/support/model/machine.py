@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING, Any, get_args
 import numpy as np
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams, MatchPrefixParams
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+from typing_extensions import override
 
 from sglang.srt.mem_cache.hicache.accepted import WritePolicy
 from sglang.srt.mem_cache.hicache.check.invariants import violations
+from sglang.srt.mem_cache.hicache.tree.calls import Insertion
 from support.caches import CacheSpec, chain
 from support.groups import Group, Request, chain_lanes, pages_of
 from support.model.sets import AHEAD, Model, Pages, Prefix, prefixes
@@ -113,11 +115,11 @@ class CacheMachine(RuleBasedStateMachine):
         again = request.pages[request.prefix_pages : duplicates]
         for rank in self.group.ranks:
             rank.allocator.free_slot_pages(again)
-            match = rank.cache.match_prefix(MatchPrefixParams(key=rank.key(tokens, namespace)))
-            rank.cache.inc_lock_ref(match.last_device_node)
+            match = rank.cache.match(rank.key(tokens, namespace))
+            rank.cache.inc_lock_ref(match.device_node)
             rank.cache.dec_lock_ref(request.nodes[rank.number])
-            request.nodes[rank.number] = match.last_device_node
-            found = pages_of(match.device_indices, size)
+            request.nodes[rank.number] = match.device_node
+            found = pages_of(match.slots, size)
         self.model.held -= pages - request.prefix_pages
         request.pages = np.concatenate([found, request.pages[pages:]])
         request.device_pages, request.host_pages = pages, 0
@@ -187,14 +189,12 @@ class CacheMachine(RuleBasedStateMachine):
     def match(self, chain: Prefix, pin: bool) -> None:
         """A match, which may split a node and keep its end locked."""
         size, namespace = self.group.spec.page_size, _namespace(chain)
-        matches = self.group.each(
-            lambda rank: rank.cache.match_prefix(MatchPrefixParams(key=rank.key(self._tokens(chain), namespace)))
-        )
-        found = {(len(match.device_indices) // size, match.host_hit_length // size) for match in matches}
+        matches = self.group.each(lambda rank: rank.cache.match(rank.key(self._tokens(chain), namespace)))
+        found = {(len(match.slots) // size, match.host_tokens // size) for match in matches}
         assert found == {self.model.match(chain)}
         if pin and len(self.pins) < MAX_RUNNING:
-            self.group.each(lambda rank: rank.cache.inc_lock_ref(matches[rank.number].last_device_node))
-            self.pins.append(([match.last_device_node for match in matches], chain[: 1 + found.pop()[0]]))
+            self.group.each(lambda rank: rank.cache.inc_lock_ref(matches[rank.number].device_node))
+            self.pins.append(([match.device_node for match in matches], chain[: 1 + found.pop()[0]]))
             self.model.locks.append(self.pins[-1][1])
 
     @precondition(lambda self: self.pins)
@@ -276,6 +276,7 @@ class CacheMachine(RuleBasedStateMachine):
             assert self.copied_to_evict or not rank.engine.waits, "the scheduler waited for a copy that nothing needed"
         self._check_bytes(group.ranks[self.step % group.spec.ranks])
 
+    @override
     def teardown(self) -> None:
         """End everything; what is left on the host comes back byte for byte; nothing stays locked or taken."""
         if not hasattr(self, "group"):
@@ -343,7 +344,7 @@ class CacheMachine(RuleBasedStateMachine):
 
         def insert(rank: Rank) -> int:
             key, value = rank.key(tokens, request.namespace), rank.cache.slots.slots(request.pages[:pages])
-            return rank.cache.insert(InsertParams(key=key, value=value, chunked=chunked, priority=priority)).prefix_len
+            return rank.cache.put(Insertion(key=key, value=value, priority=priority, is_use=not chunked)).known_tokens
 
         return self._count(insert) // self.group.spec.page_size
 

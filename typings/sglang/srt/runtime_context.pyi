@@ -8,6 +8,7 @@ from sglang.srt.arg_groups.fields.parallel import Parallel
 from sglang.srt.arg_groups.fields.serving import Serving
 from sglang.srt.distributed.parallel_state import GroupCoordinator
 from sglang.srt.server_args import ServerArgs
+from sglang_releases import SINCE_0_5_23
 
 class ParallelContext:
     @property
@@ -26,6 +27,9 @@ class ParallelContext:
     def attn_cp_group(self) -> GroupCoordinator: ...
     @property
     def pp_rank(self) -> int: ...
+    if SINCE_0_5_23:
+        @property
+        def dp_rank(self) -> int | None: ...
     def override(self, **kwargs: object) -> AbstractContextManager[ParallelContext]: ...
 
 # Answers for the published namespace "parallel" as well.

@@ -49,7 +49,7 @@ class KeyedLayout:
         self, *, page_size: int, shard_size: int, shard_rank: int, stripe_pages: int = 4, store: str = "kv"
     ) -> None:
         check_range("--kv-layout-config: stripe_pages", stripe_pages, 1, MAX_STRIPE_PAGES)
-        self.dealt = CpSharedLayout(page_size=page_size, cp_size=shard_size, cp_rank=shard_rank)
+        self.dealt = CpSharedLayout(page_size=page_size, shard_size=shard_size, shard_rank=shard_rank)
         self.page_size = page_size
         self.lane_count = shard_size
         self.lane = shard_rank
@@ -109,16 +109,6 @@ class KeyedLayout:
         """The lane of each page, and this rank's host pages."""
         return self.dealt.finish_backup(plan, host_pages)
 
-    def split(
-        self, metadata: CpHiCacheNodeMetadata, split_len: int
-    ) -> tuple[CpHiCacheNodeMetadata, CpHiCacheNodeMetadata]:
-        """A split may cut a stripe: each page keeps its lane."""
-        return self.dealt.split(metadata, split_len)
-
-    def concat(self, parts: Sequence[CpHiCacheNodeMetadata]) -> CpHiCacheNodeMetadata:
-        """Inverse of repeated `split`."""
-        return self.dealt.concat(parts)
-
     def load_lanes(self, parts: Sequence[CpHiCacheNodeMetadata]) -> LaneArray:
         """The owners at backup: a page can only come back on the rank that has it."""
         return self.dealt.load_lanes(parts)
@@ -141,8 +131,8 @@ class KeyedLayout:
         checks.refuse_divergent_content(self.name, environment)
         for what, ours, theirs in (
             ("page size", self.page_size, environment.page_size),
-            ("shard group size", self.lane_count, environment.group_size),
-            ("shard group rank", self.lane, environment.group_rank),
+            ("shard group size", self.lane_count, environment.shard_size),
+            ("shard group rank", self.lane, environment.shard_rank),
             ("allocator lanes", self.lane_count, environment.allocator_lanes),
         ):
             checks.refuse_mismatch(self.name, what, ours, theirs)

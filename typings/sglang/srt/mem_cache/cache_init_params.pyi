@@ -6,6 +6,9 @@ from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang_releases import SINCE_0_5_23
 from torch.distributed import ProcessGroup
 
+if SINCE_0_5_23:
+    from sglang.srt.mem_cache.events import KvEventLoraNames
+
 @dataclass(kw_only=True)
 class CacheInitParams:
     disable: bool
@@ -23,5 +26,8 @@ class CacheInitParams:
         disable_finished_insert: bool = False
     enable_metrics: bool = False
     enable_kv_cache_events: bool = False
+    if SINCE_0_5_23:
+        dynamo_kv_event_format: bool = False
+        kv_event_lora_names: KvEventLoraNames = ...
     pp_rank: int = 0
     pp_size: int = 1

@@ -5,6 +5,9 @@ from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.index_key_cache import IndexKeyCache
 from sglang_releases import SINCE_0_5_23
 
+if SINCE_0_5_23:
+    from sglang.srt.mem_cache.device_pool_info import DevicePoolInfo
+
 # Anything that has the attributes of SGLang's `Req` that are read.
 _Request: TypeAlias = Any
 
@@ -33,6 +36,10 @@ class KVCache:
     device: str
     layer_num: int
     start_layer: int
+    end_layer: int
+    if SINCE_0_5_23:
+        host_capacity_tokens: int | None
+        def get_device_pool_infos(self) -> tuple[DevicePoolInfo, ...]: ...
 
 class MHATokenToKVPool(KVCache):
     k_buffer: list[torch.Tensor]
@@ -41,6 +48,8 @@ class MHATokenToKVPool(KVCache):
     head_dim: int
     v_head_dim: int
     kv_cache_layout: str
+    if SINCE_0_5_23:
+        hicache_write_back_staging: tuple[torch.Tensor, torch.Tensor] | None
     def __init__(
         self,
         size: int,

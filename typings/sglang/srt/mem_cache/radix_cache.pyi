@@ -20,6 +20,7 @@ from sglang.srt.mem_cache.events import KVCacheEventRecorder
 from sglang.srt.mem_cache.evict_policy import EvictionStrategy
 from sglang.srt.mem_cache.memory_pool import _Request
 from sglang_releases import SINCE_0_5_23
+from typing_extensions import override
 
 class RadixKey:
     token_ids: array[int]
@@ -67,19 +68,26 @@ class RadixCache(BasePrefixCache):
     is_eagle: bool
     device: torch.device
     eviction_strategy: EvictionStrategy
+    if not SINCE_0_5_23:
+        disable_finished_insert: bool
     kv_events: KVCacheEventRecorder
     root_node: TreeNode
     evictable_size_: int
     protected_size_: int
     _empty_match_result: MatchResult
     def __init__(self, params: CacheInitParams) -> None: ...
+    @override
     def reset(self) -> None: ...
+    @override
     def match_prefix(self, params: MatchPrefixParams) -> MatchResult: ...
     def insert(self, params: InsertParams) -> InsertResult: ...
     if not SINCE_0_5_23:
         def cache_finished_req(self, req: _Request, is_insert: bool = True, *, kv_len_to_handle: int) -> None: ...
         def cache_unfinished_req(self, req: _Request, chunked: bool = False) -> None: ...
+    @override
     def evict(self, params: EvictParams) -> EvictResult: ...
+    @override
     def inc_lock_ref(self, node: _NodeHandle) -> IncLockRefResult: ...
+    @override
     def dec_lock_ref(self, node: _NodeHandle, params: DecLockRefParams | None = None) -> DecLockRefResult: ...
     def all_values_flatten(self) -> torch.Tensor: ...

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.distributed as dist
-from sglang.srt.distributed.communication_tags import P2PTag
 
+from .seam.sglang import PP_SYNC_TAG
 from .waits import CAPACITY, EVENTS, STAGES, BoundedReduction, named_wait
 
 if TYPE_CHECKING:
@@ -94,10 +94,10 @@ class RankAgreement:
             self._sends.clear()
         if before >= 0:
             with named_wait(group, STAGES, seconds=self._peer_seconds, peer=before):
-                self._wait(dist.irecv(buffer, group_src=before, group=group, tag=P2PTag.HIRADIX_PP_SYNC))
+                self._wait(dist.irecv(buffer, group_src=before, group=group, tag=PP_SYNC_TAG))
         if after < self._pp_size:
             with named_wait(group, STAGES, seconds=self._peer_seconds, peer=after):
-                self._sends.append(dist.isend(buffer.clone(), group_dst=after, group=group, tag=P2PTag.HIRADIX_PP_SYNC))
+                self._sends.append(dist.isend(buffer.clone(), group_dst=after, group=group, tag=PP_SYNC_TAG))
 
     def _wait(self, message: dist.Work | None) -> None:
         """None stands for a message that was not to be sent."""

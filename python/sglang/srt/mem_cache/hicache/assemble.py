@@ -14,7 +14,6 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 import torch
-from sglang.srt.mem_cache.events import KVCacheEventRecorder
 from sglang.srt.mem_cache.utils import get_eviction_strategy
 
 from sglang.srt.mem_cache.layouts.owners import refuse_lane
@@ -29,6 +28,7 @@ from .host.pools import build_host_pool
 from .no_storage import refuse_storage_backend
 from .radix_cache import HiRadixCache
 from .requests.insertion import RequestInsertion
+from .seam.sglang import event_recorder
 from .slots.allocator import slot_allocator
 from .tree.parts import build_tree_parts
 from .tree.report import TrafficReport
@@ -69,7 +69,7 @@ def assemble_cache(
     allocator = params.token_to_kv_pool_allocator
     slots = slot_allocator(allocator)
     layout.validate(observe_environment(params, slots, settings, group))
-    refuse_lane(layout.name, lane_count=layout.lane_count, lane=layout.lane, ranks=group.size)
+    refuse_lane(layout.name, lane_count=layout.lane_count, lane=layout.lane, shard_size=group.size)
     refuse_storage_backend(layout, settings.storage_backend)
     if agreement is None:
         agreement = RankAgreement(
@@ -98,7 +98,7 @@ def assemble_cache(
         controller=controller,
         agreement=agreement,
         priority=get_eviction_strategy(params.eviction_policy, params.eviction_policy_config).get_priority,
-        events=KVCacheEventRecorder(enabled=params.enable_kv_cache_events, page_size=layout.page_size),
+        events=event_recorder(params),
         report=TrafficReport(collector),
         device=torch.device(allocator.device),
         bigrams=params.is_eagle,
@@ -110,7 +110,6 @@ def assemble_cache(
             rows=params.req_to_token_pool,
             allocator=allocator,
             pages=request_pages,
-            inserts_finished=not params.disable_finished_insert,
         )
     return HiRadixCache(
         params,

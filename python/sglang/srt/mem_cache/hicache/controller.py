@@ -17,6 +17,7 @@ from sglang.srt.managers import cache_controller
 from sglang.srt.managers.cache_controller import HiCacheAck
 from sglang.srt.managers.cache_controller import HiCacheController as SGLangHiCacheController
 from sglang.srt.mem_cache.hicache_storage import PoolName
+from typing_extensions import override
 
 from sglang.srt.mem_cache.layouts.errors import LayoutInvariantError
 from sglang.srt.mem_cache.layouts.plans import CopyPlan
@@ -96,6 +97,7 @@ class HiCacheController(SGLangHiCacheController, Generic[MetadataT]):
     # Device to host.
 
     # Only our tree calls `write` and `load` of this class, so they take pages and metadata, not SGLang's index tensors.
+    @override
     def write(self, slot_pages: PageArray, *, node_id: int) -> MetadataT | HostShortfall:  # type: ignore[override]
         """Back up a node whose logical pages are `slot_pages`, shape ``[pages]``, and submit the copy.
 
@@ -121,6 +123,7 @@ class HiCacheController(SGLangHiCacheController, Generic[MetadataT]):
 
     # Host to device.
 
+    @override
     def load(self, parts: Sequence[MetadataT], *, node_id: int) -> PageArray | None:  # type: ignore[override]  # ditto
         """Allocate slots for the nodes that `parts` describe, in order, and queue their copy.
 
@@ -134,6 +137,7 @@ class HiCacheController(SGLangHiCacheController, Generic[MetadataT]):
         self._queued_loads.append(_QueuedLoad(node_id=node_id, plan=plan))
         return slot_pages
 
+    @override
     def start_loading(self) -> int:
         """Submit every queued load as one transfer; one ack carries all their ids.
 
@@ -155,16 +159,21 @@ class HiCacheController(SGLangHiCacheController, Generic[MetadataT]):
 
     # Both tiers.
 
+    def has_inflight_device_transfers(self) -> bool:
+        """Whether a copy that is queued, or not settled, still needs its rows on the device."""
+        return bool(self._queued_loads or self.ack_write_queue or self.ack_load_queue)
+
     def release_host(self, metadata: MetadataT) -> int:
         """Free the host pages of a node on every rank. Returns its logical tokens.
 
         Raises `LayoutInvariantError` if the pool and the ledger disagree afterwards.
         """
         self.host_pages.give(metadata.host_pages)
-        self.ledger.give(metadata.pages_per_rank)
+        self.ledger.give(metadata.pages_per_lane)
         self._check_ledger()
         return metadata.logical_len
 
+    @override
     def reset(self) -> None:
         """Wait for the copies under way, drop queued work and acks, and give all host memory back."""
         self.wait_for_copies()

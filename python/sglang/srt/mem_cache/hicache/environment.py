@@ -33,8 +33,8 @@ def observe_environment(
         page_size=params.page_size,
         allocator_lanes=slots.lane_count,
         group_kind=group.kind,
-        group_size=group.size,
-        group_rank=group.rank,
+        shard_size=group.size,
+        shard_rank=group.rank,
         storage_backend=settings.storage_backend,
     )
 

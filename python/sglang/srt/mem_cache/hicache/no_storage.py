@@ -6,20 +6,16 @@ time: also where the strategy could name its pages for one.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any
 
+from sglang.srt.mem_cache.layouts.capabilities import names_pages
 from sglang.srt.mem_cache.layouts.checks import storage_refusal
 from sglang.srt.mem_cache.layouts.errors import LayoutConfigError
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle
 
-    from sglang.srt.mem_cache.layouts.protocol import KVLayoutStrategy, StorageAwareLayout
-
-
-def names_pages(layout: object) -> TypeGuard[StorageAwareLayout]:
-    """Whether a strategy can name its pages for a storage backend."""
-    return callable(getattr(layout, "storage_keys", None))
+    from sglang.srt.mem_cache.layouts.protocol import KVLayoutStrategy
 
 
 def refuse_storage_backend(layout: KVLayoutStrategy[Any], backend: str | None) -> None:

@@ -18,43 +18,39 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Generic
 
-from sglang.srt.mem_cache.base_prefix_cache import DecLockRefResult, EvictResult, IncLockRefResult, InsertResult
-from sglang.srt.mem_cache.radix_cache import RadixCache
+from sglang.srt.mem_cache.base_prefix_cache import DecLockRefResult, EvictResult, IncLockRefResult
+from typing_extensions import override
 
 from sglang.srt.mem_cache.layouts.errors import LayoutInvariantError
 from sglang.srt.mem_cache.layouts.protocol import KVLayoutStrategy, MetadataT
 
 from .host.pools import release_host_pool
 from .no_storage import NoStorageTier
+from .seam.calls import SchedulerCalls
+from .tree.calls import Inserted, LoadedBack
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
     import torch
-    from sglang.srt.mem_cache.base_prefix_cache import (
-        DecLockRefParams,
-        EvictParams,
-        InitLoadBackParams,
-        InsertParams,
-        MatchPrefixParams,
-        MatchResult,
-    )
+    from sglang.srt.mem_cache.base_prefix_cache import DecLockRefParams, EvictParams
     from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+    from sglang.srt.mem_cache.radix_cache import RadixKey
 
     from sglang.srt.mem_cache.layouts.pages import LaneArray, PageArray
 
     from .controller import HiCacheController
     from .host.pools import AnyHostPool
     from .requests.insertion import RequestInsertion
-    from .requests.uses import SchedulerRequest
     from .settings import HiCacheSettings
     from .slots.allocator import SlotAllocator
+    from .tree.calls import Insertion, Match
     from .tree.in_flight import Backup, LoadBack
     from .tree.node import LayoutTreeNode
     from .tree.parts import TreeParts
 
 
-class HiRadixCache(NoStorageTier, RadixCache, Generic[MetadataT]):
+class HiRadixCache(NoStorageTier, SchedulerCalls[MetadataT], Generic[MetadataT]):
     """A radix cache with a host tier whose pages a layout strategy places. Made by `assemble.assemble_cache`.
 
     `layout` is the one strategy object that allocator, controller and tree share. `requests` puts the scheduler's
@@ -92,9 +88,11 @@ class HiRadixCache(NoStorageTier, RadixCache, Generic[MetadataT]):
         self.kv_events = parts.events
         self.metrics_collector = parts.report.collector
 
+    @override
     def init_metrics_collector(self) -> None:
         """SGLang's constructor would make one, which knows no rank; ours comes with the report."""
 
+    @override
     def reset(self) -> None:
         """Drop the whole cache, transfers under way included, and give all host memory back.
 
@@ -106,46 +104,40 @@ class HiRadixCache(NoStorageTier, RadixCache, Generic[MetadataT]):
         tree = self.parts.tree
         tree.reset()
         self.root_node = tree.root
-        self._empty_match_result = tree.nothing_found
         self.parts.events.record_all_cleared()
 
+    @override
     def release_host_resources(self) -> None:
         """Unregister pinned host memory before the process ends, when the copies under way have ended."""
         self.cache_controller.wait_for_copies()
         release_host_pool(self.token_to_kv_pool_host)
 
-    # Requests.
+    # Requests. What SGLang's scheduler calls instead stands in `seam.calls`.
 
-    def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
-        """See `LayoutRadixTree.match_prefix`."""
-        return self.parts.tree.nothing_found if self.disable else self.parts.tree.match_prefix(params)
+    @override
+    def match(self, key: RadixKey) -> Match[MetadataT]:
+        """See `LayoutRadixTree.match`."""
+        return self.parts.tree.nothing_found if self.disable else self.parts.tree.match(key)
 
-    def insert(self, params: InsertParams) -> InsertResult:
+    @override
+    def put(self, insertion: Insertion) -> Inserted[MetadataT]:
         """See `LayoutRadixTree.insert`. Nodes that are used often enough are backed up."""
-        return InsertResult(prefix_len=0) if self.disable else self.parts.insert(params)
-
-    def cache_finished_req(self, req: SchedulerRequest, is_insert: bool = True, *, kv_len_to_handle: int) -> None:
-        """Put the whole pages of a request that has ended into the tree, or give all back, and unlock its prefix."""
-        if self.disable:
-            self._insertion.give_back(req, tokens=kv_len_to_handle)
-        else:
-            self._insertion.finish(req, tokens=kv_len_to_handle, insert=is_insert)
-
-    def cache_unfinished_req(self, req: SchedulerRequest, chunked: bool = False) -> None:
-        """Put the whole pages of a request that goes on into the tree, and lock them for it."""
-        if not self.disable:
-            self._insertion.go_on(req, chunked=chunked)
+        return Inserted(known_tokens=0, node=self.root_node) if self.disable else self.parts.insert(insertion)
 
     @property
-    def _insertion(self) -> RequestInsertion[MetadataT]:
+    @override
+    def insertion(self) -> RequestInsertion[MetadataT]:
+        """The steps of putting a request into the tree. `LayoutInvariantError` without a request pool."""
         if self.requests is None:
             raise LayoutInvariantError("a cache that was made without a request pool was given a request")
         return self.requests
 
+    @override
     def inc_lock_ref(self, node: LayoutTreeNode[MetadataT]) -> IncLockRefResult:
         """Keep `node` and its prefix from eviction. `delta` is the change of the evictable tokens (<= 0)."""
         return IncLockRefResult(delta=0 if self.disable else self.parts.accounting.lock(node))
 
+    @override
     def dec_lock_ref(
         self,
         node: LayoutTreeNode[MetadataT],
@@ -164,6 +156,7 @@ class HiRadixCache(NoStorageTier, RadixCache, Generic[MetadataT]):
         backups = self.parts.backups
         return backups.back_up_leaving(node) if write_back else backups.back_up(node)
 
+    @override
     def evict(self, params: EvictParams) -> EvictResult:
         """Free at least `num_tokens` slots from unlocked leaves, or all that can be freed."""
         return EvictResult(num_tokens_evicted=self.parts.device_room.evict(params.num_tokens))
@@ -186,21 +179,18 @@ class HiRadixCache(NoStorageTier, RadixCache, Generic[MetadataT]):
         """See `LoadBacks.load_back`."""
         return self.parts.load_backs.load_back(node, mem_quota)
 
-    def init_load_back(self, params: InitLoadBackParams) -> tuple[torch.Tensor, LayoutTreeNode[MetadataT]]:
-        """Load back what a match found on the host.
-
-        Returns the new slots, int64, shape ``[tokens]``, on the pool's device, empty if nothing was loaded, and the
-        deepest node on the device.
-        """
-        node: LayoutTreeNode[MetadataT] = params.best_match_node
+    @override
+    def bring_back(self, node: LayoutTreeNode[MetadataT], mem_quota: int | None = None) -> LoadedBack[MetadataT]:
+        """Load back what a match found on the host, down to its `host_node`: all of it or nothing."""
         if node.value is None:
-            value = self.parts.load_backs.load_back(node, params.mem_quota)
+            value = self.parts.load_backs.load_back(node, mem_quota)
             if value is not None:
-                return value, node
+                return LoadedBack(value, node)
         while node.value is None and node.parent is not None:
             node = node.parent
-        return self.parts.tree.nothing_found.device_indices, node
+        return LoadedBack(self.parts.tree.nothing_found.slots, node)
 
+    @override
     def ready_to_load_host_cache(self) -> int:
         """Start the queued loads; returns the layer counter to wait on, or -1."""
         return self.cache_controller.start_loading()
@@ -213,6 +203,7 @@ class HiRadixCache(NoStorageTier, RadixCache, Generic[MetadataT]):
 
     # Acknowledgements.
 
+    @override
     def check_hicache_events(self) -> None:
         """Settle the transfers that have finished on every rank: one reduction, whatever is pending."""
         self.parts.transfers.settle()
@@ -242,18 +233,22 @@ class HiRadixCache(NoStorageTier, RadixCache, Generic[MetadataT]):
 
     # Inspection.
 
+    @override
     def evictable_size(self) -> int:
         """Unlocked logical tokens on the device."""
         return self.parts.accounting.evictable_tokens
 
+    @override
     def protected_size(self) -> int:
         """Locked logical tokens on the device."""
         return self.parts.accounting.protected_tokens
 
+    @override
     def total_size(self) -> int:
         """Logical tokens on the device."""
         return self.parts.tree.total_size()
 
+    @override
     def all_values_flatten(self) -> torch.Tensor:
         """Every slot that the tree holds: int64, shape ``[tokens]``, on the pool's device."""
         return self.parts.tree.all_values_flatten()

@@ -11,6 +11,8 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from typing_extensions import override
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
@@ -56,6 +58,7 @@ class _TakenBranches(ast.NodeTransformer):
     def __init__(self, release: str) -> None:
         self._release = release
 
+    @override
     def visit_If(self, node: ast.If) -> ast.AST | list[ast.stmt]:
         """Replace a condition on the release by its branch; leave any other one to be reported."""
         self.generic_visit(node)

@@ -3,6 +3,14 @@
 Pure: imports torch and numpy, never SGLang. Start with `protocol` (the contract), then `cp_shared`.
 """
 
+from .capabilities import (
+    ShardedPoolLayout,
+    StorageAwareLayout,
+    TurnwiseLayout,
+    deals_in_turn,
+    names_pages,
+    shares_pools,
+)
 from .config import DEFAULT_LAYOUT, GroupKind, LayoutConfig, LayoutEnvironment, PoolKind
 from .cp_shared import CpHiCacheNodeMetadata, CpSharedLayout
 from .errors import LayoutConfigError, LayoutInvariantError
@@ -13,9 +21,6 @@ from .protocol import (
     KVLayoutStrategy,
     MetadataT,
     NodeMetadata,
-    ShardedPoolLayout,
-    StorageAwareLayout,
-    TurnwiseLayout,
 )
 from .registry import AnyKVLayoutStrategy, create_group, create_layout, known_layouts
 
@@ -45,5 +50,8 @@ __all__ = [
     "TurnwiseLayout",
     "create_group",
     "create_layout",
+    "deals_in_turn",
     "known_layouts",
+    "names_pages",
+    "shares_pools",
 ]

@@ -41,7 +41,7 @@ def refuse_divergent_content(layout: str, environment: LayoutEnvironment) -> Non
     if environment.pool_kind is PoolKind.MHA and environment.group_kind is GroupKind.ATTENTION_TP:
         raise LayoutConfigError(
             f"--kv-layout-strategy {layout} does not support the KV pool {environment.pool_class} with "
-            f"--tp-size {environment.group_size}: every rank holds other heads; accepted: a context-parallel "
+            f"--tp-size {environment.shard_size}: every rank holds other heads; accepted: a context-parallel "
             "group (--attention-context-parallel-size), or an MLA or DSA model"
         )
 

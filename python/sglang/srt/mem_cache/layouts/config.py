@@ -85,6 +85,6 @@ class LayoutEnvironment:
     page_size: int
     allocator_lanes: int
     group_kind: GroupKind
-    group_size: int
-    group_rank: int
+    shard_size: int
+    shard_rank: int
     storage_backend: str | None = None

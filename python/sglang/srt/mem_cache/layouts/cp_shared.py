@@ -2,7 +2,7 @@
 
 N ranks together cache N times what one rank could. The tree stays logical and equal on all ranks; what
 differs between ranks is which of a node's pages lie in the local pools. A node of five pages that starts
-in lane 1, with three ranks (``owner = slot_page % cp_size``)::
+in lane 1, with three ranks (``owner = slot_page % lane_count``)::
 
     page of the node      0    1    2    3    4
     lane (owner)          1    2    0    1    2        the same on every rank
@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
@@ -43,7 +43,7 @@ class CpHiCacheNodeMetadata:
     """One rank's view of a node's host copy.
 
     `lanes` is the owner of each page, int16, shape ``[pages]``, equal on all ranks; `host_pages` are the
-    host pages of the pages that `cp_rank` owns, int64, in node order. `pages_per_rank` are the pages that each
+    host pages of the pages that `cp_rank` owns, int64, in node order. `pages_per_lane` are the pages that each
     rank owns, counted once: host room is accounted in them. Raises `LayoutInvariantError` if the number of host
     pages is not the number of owned pages.
     """
@@ -53,11 +53,11 @@ class CpHiCacheNodeMetadata:
     cp_rank: int
     lanes: LaneArray
     host_pages: PageArray
-    pages_per_rank: tuple[int, ...] = field(init=False, repr=False)
+    pages_per_lane: tuple[int, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "pages_per_rank", _pages_per_lane(self.lanes, self.cp_size))
-        owned = self.pages_per_rank[self.cp_rank]
+        object.__setattr__(self, "pages_per_lane", _pages_per_lane(self.lanes, self.cp_size))
+        owned = self.pages_per_lane[self.cp_rank]
         if owned != len(self.host_pages):
             raise LayoutInvariantError(
                 f"rank {self.cp_rank} owns {owned} pages of the node but holds {len(self.host_pages)} host pages"
@@ -88,11 +88,6 @@ class CpHiCacheNodeMetadata:
         """A sharded node has no host index for every token."""
         return None
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the two arrays."""
-        return self.lanes.nbytes + self.host_pages.nbytes
-
     def split(self, split_len: int) -> tuple[CpHiCacheNodeMetadata, CpHiCacheNodeMetadata]:
         """The first `split_len` tokens and the rest, positions rebased; see `NodeMetadata.split`."""
         check_range("split_len", split_len, 0, self.logical_len)
@@ -121,20 +116,22 @@ class CpSharedLayout:
     """
 
     name = "cp_shared"
-    deals_in_turn = True
+    deals_in_turn: Final = True
 
-    def __init__(self, *, page_size: int, cp_size: int, cp_rank: int) -> None:
-        self.geometry = CpSharedKVLayout(page_size=page_size, cp_size=cp_size, cp_rank=cp_rank)
+    def __init__(self, *, page_size: int, shard_size: int, shard_rank: int) -> None:
+        self.geometry = CpSharedKVLayout(page_size=page_size, cp_size=shard_size, cp_rank=shard_rank)
         self.page_size = page_size
-        self.lane_count = cp_size
-        self.lane = cp_rank
-        self._rotation: LaneArray = np.empty(0, dtype=np.int16)  # 0, 1, .. cp_size - 1, 0, 1, ..: as long as was needed
+        self.lane_count = shard_size
+        self.lane = shard_rank
+        self._rotation: LaneArray = np.empty(
+            0, dtype=np.int16
+        )  # 0, 1, .. lane_count - 1, 0, 1, ..: as long as was needed
 
     @classmethod
     def from_config(cls, config: LayoutConfig) -> CpSharedLayout:
         """Build from a `LayoutConfig`; it has no settings of its own."""
         config.refuse_unknown_options()
-        return cls(page_size=config.page_size, cp_size=config.shard_size, cp_rank=config.shard_rank)
+        return cls(page_size=config.page_size, shard_size=config.shard_size, shard_rank=config.shard_rank)
 
     def validate(self, environment: LayoutEnvironment) -> None:
         """Refuse a storage backend, HiSparse and other unknown pools, pools whose content differs by rank,
@@ -144,30 +141,30 @@ class CpSharedLayout:
         refuse_unknown_pool(self.name, environment)
         refuse_divergent_content(self.name, environment)
         refuse_mismatch(self.name, "page size", self.page_size, environment.page_size)
-        refuse_mismatch(self.name, "shard group size", self.lane_count, environment.group_size)
-        refuse_mismatch(self.name, "shard group rank", self.lane, environment.group_rank)
+        refuse_mismatch(self.name, "shard group size", self.lane_count, environment.shard_size)
+        refuse_mismatch(self.name, "shard group rank", self.lane, environment.shard_rank)
         refuse_mismatch(self.name, "allocator lanes", self.lane_count, environment.allocator_lanes)
 
     def logical_tokens(self, physical_tokens: int) -> int:
-        """`cp_size` times the rows of one rank."""
+        """`lane_count` times the rows of one rank."""
         return physical_tokens * self.lane_count
 
     def chain_base(self, first_page: bytes, namespace: str) -> int:
-        """A 64-bit BLAKE2b of content, keyed with the BLAKE2b of the namespace, modulo `cp_size`."""
+        """A 64-bit BLAKE2b of content, keyed with the BLAKE2b of the namespace, modulo `lane_count`."""
         # Namespaces come from requests: of any length, and JSON lets lone surrogates through.
         key = hashlib.blake2b(namespace.encode("utf-8", "surrogatepass")).digest()
         digest = hashlib.blake2b(first_page, digest_size=8, key=key)
         return int.from_bytes(digest.digest(), "little") % self.lane_count
 
     def extend_lanes(self, base: int, first_page: int, pages: int) -> LaneArray:
-        """``(base + page) % cp_size`` for each page of the chain."""
+        """``(base + page) % lane_count`` for each page of the chain."""
         start = (base + first_page) % self.lane_count
         if start + pages > len(self._rotation):
             self._rotation = (np.arange(2 * (start + pages)) % self.lane_count).astype(np.int16)
         return self._rotation[start : start + pages].copy()
 
     def lanes_of(self, slot_pages: PageArray) -> LaneArray:
-        """``slot_page % cp_size``."""
+        """``slot_page % lane_count``."""
         return self.geometry.page_owners(slot_pages)
 
     def local_rows(self, slots: torch.Tensor) -> torch.Tensor:
@@ -187,20 +184,12 @@ class CpSharedLayout:
 
     def finish_backup(self, plan: BackupPlan, host_pages: PageArray) -> CpHiCacheNodeMetadata:
         """Metadata of a node whose owned pages were given `host_pages`."""
-        return self._metadata(plan.lanes, page_array(host_pages))
-
-    def split(
-        self, metadata: CpHiCacheNodeMetadata, split_len: int
-    ) -> tuple[CpHiCacheNodeMetadata, CpHiCacheNodeMetadata]:
-        """Divide lanes by position and host pages by ownership."""
-        return metadata.split(split_len)
-
-    def concat(self, parts: Sequence[CpHiCacheNodeMetadata]) -> CpHiCacheNodeMetadata:
-        """Join lanes and host pages."""
-        if not parts:
-            raise LayoutConfigError("parts must hold >= 1 metadata objects, got 0")
-        return self._metadata(
-            np.concatenate([part.lanes for part in parts]), np.concatenate([part.host_pages for part in parts])
+        return CpHiCacheNodeMetadata(
+            page_size=self.page_size,
+            cp_size=self.lane_count,
+            cp_rank=self.lane,
+            lanes=plan.lanes,
+            host_pages=page_array(host_pages),
         )
 
     def load_lanes(self, parts: Sequence[CpHiCacheNodeMetadata]) -> LaneArray:
@@ -218,21 +207,12 @@ class CpSharedLayout:
             raise LayoutInvariantError(f"new slots lie in lanes {lanes}, the backup in lanes {wanted}")
         return LoadPlan(
             page_size=self.page_size,
-            node_pages=tuple(len(part.lanes) for part in parts),
+            logical_pages=len(wanted),
             copies=CopyPlan.from_pages(
                 page_size=self.page_size,
                 host_pages=np.concatenate([part.host_pages for part in parts]),
                 device_pages=rows[lanes == self.lane],
             ),
-        )
-
-    def _metadata(self, lanes: LaneArray, host_pages: PageArray) -> CpHiCacheNodeMetadata:
-        return CpHiCacheNodeMetadata(
-            page_size=self.page_size,
-            cp_size=self.lane_count,
-            cp_rank=self.lane,
-            lanes=lanes,
-            host_pages=host_pages,
         )
 
 

@@ -107,7 +107,7 @@ class CpSharedKVLayout:
         rows = slot_pages // self.cp_size
         return (slot_pages - rows * self.cp_size).astype(np.int16), rows
 
-    def slot_pages(self, row_pages: PageArray, owner: int) -> PageArray:
+    def pages_of_rows(self, row_pages: PageArray, owner: int) -> PageArray:
         """Logical pages of the row pages of rank `owner`, shape ``[pages]``.
 
         Raises `LayoutConfigError` if `owner` is outside the group.

@@ -38,7 +38,7 @@ class IdentityNodeMetadata:
         return len(self.host_pages) * self.page_size
 
     @property
-    def pages_per_rank(self) -> tuple[int, ...]:
+    def pages_per_lane(self) -> tuple[int, ...]:
         """One lane that holds every page."""
         return (len(self.host_pages),)
 
@@ -46,11 +46,6 @@ class IdentityNodeMetadata:
     def legacy_host_value(self) -> torch.Tensor:
         """Physical host indices, one a token: int64, CPU, shape ``[logical_len]``."""
         return tokens_of_pages(self.host_pages, self.page_size)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the page array."""
-        return self.host_pages.nbytes
 
     def split(self, split_len: int) -> tuple[IdentityNodeMetadata, IdentityNodeMetadata]:
         """The first `split_len` tokens and the rest; see `NodeMetadata.split`."""
@@ -122,30 +117,22 @@ class IdentityLayout:
             raise LayoutInvariantError(f"backup of {plan.owned_pages} pages was given {len(host_pages)} host pages")
         return IdentityNodeMetadata(page_size=self.page_size, host_pages=page_array(host_pages))
 
-    def split(
-        self, metadata: IdentityNodeMetadata, split_len: int
-    ) -> tuple[IdentityNodeMetadata, IdentityNodeMetadata]:
-        """Divide the page array."""
-        return metadata.split(split_len)
-
-    def concat(self, parts: Sequence[IdentityNodeMetadata]) -> IdentityNodeMetadata:
-        """Join the page arrays."""
-        if not parts:
-            raise LayoutConfigError("parts must hold >= 1 metadata objects, got 0")
-        return IdentityNodeMetadata(
-            page_size=self.page_size, host_pages=np.concatenate([part.host_pages for part in parts])
-        )
-
     def load_lanes(self, parts: Sequence[IdentityNodeMetadata]) -> LaneArray:
         """Lane 0 for each page of `parts`."""
-        return np.zeros(len(self.concat(parts).host_pages), dtype=np.int16)
+        return np.zeros(len(_host_pages(parts)), dtype=np.int16)
 
     def plan_load(self, parts: Sequence[IdentityNodeMetadata], slot_pages: PageArray) -> LoadPlan:
         """Copy every host page to the row page of the new slot page's number."""
         refuse_reserved_pages(slot_pages, RESERVED_PAGES)
-        host_pages = self.concat(parts).host_pages
+        host_pages = _host_pages(parts)
         return LoadPlan(
             page_size=self.page_size,
-            node_pages=tuple(len(part.host_pages) for part in parts),
+            logical_pages=len(host_pages),
             copies=CopyPlan.from_pages(page_size=self.page_size, host_pages=host_pages, device_pages=slot_pages),
         )
+
+
+def _host_pages(parts: Sequence[IdentityNodeMetadata]) -> PageArray:
+    if not parts:
+        raise LayoutConfigError("parts must hold >= 1 metadata objects, got 0")
+    return np.concatenate([part.host_pages for part in parts])

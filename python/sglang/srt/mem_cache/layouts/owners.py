@@ -12,26 +12,26 @@ has reads as zeros. A strategy answers from its arguments alone, so one process 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, TypeGuard
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import torch
 
+from .capabilities import shares_pools
 from .errors import LayoutConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from .pages import LaneArray, PageArray
-    from .protocol import ShardedPoolLayout
     from .registry import AnyKVLayoutStrategy
 
 _ASKED_PAGES_A_LANE: Final = 4
 
 
-def shares_pools(layout: object) -> TypeGuard[ShardedPoolLayout]:
-    """Whether a strategy can say which row of the local pool a slot has."""
-    return callable(getattr(layout, "local_rows", None))
+def shares_pages_out(layout: AnyKVLayoutStrategy) -> bool:
+    """Whether a rank stores some of the pages only, so that readers must gather the others."""
+    return layout.lane_count > 1
 
 
 def refuse_shared_owners(layouts: Sequence[AnyKVLayoutStrategy]) -> None:
@@ -50,12 +50,12 @@ def refuse_shared_owners(layouts: Sequence[AnyKVLayoutStrategy]) -> None:
         raise LayoutConfigError(f"--kv-layout-strategy {name}: {fault}; accepted: one owner for each page")
 
 
-def refuse_lane(name: str, *, lane_count: int, lane: int, ranks: int) -> None:
-    """Raise `LayoutConfigError` for what one rank of `ranks` can see alone: lanes that some rank cannot store."""
-    if lane_count not in (1, ranks) or not 0 <= lane < lane_count:
+def refuse_lane(name: str, *, lane_count: int, lane: int, shard_size: int) -> None:
+    """Raise `LayoutConfigError` for what one rank of `shard_size` can see alone: lanes that some rank cannot store."""
+    if lane_count not in (1, shard_size) or not 0 <= lane < lane_count:
         raise LayoutConfigError(
-            f"--kv-layout-strategy {name}: a rank stores lane {lane} of {lane_count} in a group of {ranks}; accepted: "
-            f"{ranks} lanes, each stored by one rank, or one lane for all"
+            f"--kv-layout-strategy {name}: a rank stores lane {lane} of {lane_count} in a group of {shard_size}; "
+            f"accepted: {shard_size} lanes, each stored by one rank, or one lane for all"
         )
 
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+from typing_extensions import override
 
 from .errors import LayoutInvariantError
 from .pages import NO_PAGES, LaneArray, PageArray
@@ -105,6 +106,7 @@ class CopyPlan:
         """Every device row page, shape ``[pages]``."""
         return _expand(self.device_starts, self.lengths)
 
+    @override
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, CopyPlan):
             return NotImplemented
@@ -117,6 +119,7 @@ class CopyPlan:
 
     __hash__ = None  # type: ignore[assignment]  # compares by content of arrays, so it cannot be a key
 
+    @override
     def __repr__(self) -> str:
         runs = ", ".join(f"host {r.host_page} <-> device {r.device_page} x{r.pages}" for r in self.runs())
         return f"CopyPlan(page_size={self.page_size}, pages={self.pages}, runs=[{runs}])"
@@ -154,6 +157,7 @@ class BackupPlan:
         """The copy into `host_pages`, shape ``[owned_pages]``, in node order."""
         return CopyPlan.from_pages(page_size=self.page_size, host_pages=host_pages, device_pages=self.device_pages)
 
+    @override
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, BackupPlan):
             return NotImplemented
@@ -169,19 +173,16 @@ class BackupPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadPlan:
-    """The copy that brings several nodes back, and how the new slots divide among them.
-
-    `node_pages` is the number of logical pages of each node, in order, equal on all ranks.
-    """
+    """The copy that brings several nodes back. `logical_pages` are those of all of them, equal on all ranks."""
 
     page_size: int
-    node_pages: tuple[int, ...]
+    logical_pages: int
     copies: CopyPlan
 
     @property
     def logical_tokens(self) -> int:
         """Tokens brought back, whoever owns them."""
-        return sum(self.node_pages) * self.page_size
+        return self.logical_pages * self.page_size
 
 
 def _expand(starts: PageArray, lengths: PageArray) -> PageArray:

@@ -9,10 +9,10 @@ How one node lives, and who answers:
     insert      chain_base, extend_lanes   which owners the new pages of a chain must have
     backup      plan_backup                demand on every rank, rows that this rank copies
                 finish_backup              host pages in hand: the node's metadata
-    split       split / concat             metadata of the two halves
+    split       metadata.split             metadata of the two halves
     load back   load_lanes                 owners that the new slots must have
                 plan_load                  host pages to rows
-    evict       metadata.pages_per_rank    what every rank gets back
+    evict       metadata.pages_per_lane    what every rank gets back
 
 **Agreement.** Everything that the methods below return, except `BackupPlan.device_pages`, the metadata's
 host pages and `LoadPlan.copies`, must be equal on all ranks of the group for equal arguments. The cache
@@ -23,7 +23,8 @@ its arguments, and the same call raises again.
 
 **Lanes.** A *lane* is the pages of one owner. A strategy with one copy of everything on each rank has
 one lane, every other one a lane for each rank: pages are gathered by a sum, to which a second copy would be added.
-Arrays are numpy, in host memory, one number a page; see `pages`.
+Arrays are numpy, in host memory, one number a page; see `pages`. What a strategy may be able to do besides is in
+`capabilities`.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class NodeMetadata(Protocol):
         ...
 
     @property
-    def pages_per_rank(self) -> tuple[int, ...]:
+    def pages_per_lane(self) -> tuple[int, ...]:
         """Host pages that the node holds in each lane; equal on all ranks."""
         ...
 
@@ -66,11 +67,6 @@ class NodeMetadata(Protocol):
         CPU int64, shape ``[logical_len]``.
         None under every strategy whose host rows are not one a token.
         """
-        ...
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of arrays that this object keeps alive."""
         ...
 
     def split(self, split_len: int) -> tuple[Self, Self]:
@@ -86,7 +82,7 @@ MetadataT = TypeVar("MetadataT", bound=NodeMetadata)
 
 
 class KVLayoutStrategy(Protocol[MetadataT]):
-    """Which rank owns which page, and what a backup, a split and a load-back do about it."""
+    """Which rank owns which page, and what a backup and a load-back do about it."""
 
     @property
     def name(self) -> str:
@@ -150,17 +146,6 @@ class KVLayoutStrategy(Protocol[MetadataT]):
         """
         ...
 
-    def split(self, metadata: MetadataT, split_len: int) -> tuple[MetadataT, MetadataT]:
-        """Divide metadata at `split_len` tokens; see `NodeMetadata.split`."""
-        ...
-
-    def concat(self, parts: Sequence[MetadataT]) -> MetadataT:
-        """Inverse of repeated `split`: metadata of a node that covers `parts` in order.
-
-        Raises `LayoutConfigError` for no parts.
-        """
-        ...
-
     def load_lanes(self, parts: Sequence[MetadataT]) -> LaneArray:
         """Lanes that the new slots of a load of `parts` must have, shape ``[pages of all parts]``.
 
@@ -173,49 +158,5 @@ class KVLayoutStrategy(Protocol[MetadataT]):
 
         Raises `LayoutInvariantError` if the pages are not as many, and in the lanes, as `load_lanes` asked for,
         and `LayoutConfigError` for no parts or a reserved page.
-        """
-        ...
-
-
-class ShardedPoolLayout(Protocol):
-    """A strategy with several lanes whose device pools the server can shard.
-
-    A strategy with one lane needs none of this: its rows are its slots.
-    """
-
-    def local_rows(self, slots: torch.Tensor) -> torch.Tensor:
-        """Row of each slot in this rank's device pool; same shape and device as `slots`, int64.
-
-        Slots that others store get rows of the padding page, ``[0, page_size)``: a write there is discarded, and a
-        reader must ask the owner. Shapes never depend on values, so nothing waits for the device.
-        """
-        ...
-
-
-class TurnwiseLayout(Protocol):
-    """A strategy that deals pages to its lanes in turn: slot pages as well as those of a chain.
-
-    ``lanes_of`` is the number of the slot page modulo `lane_count`, and each page of a chain has the lane behind that
-    of the page before. Where it says so, free slot pages are kept in one list instead of one a lane, and a chain
-    becomes a range of slots.
-    """
-
-    deals_in_turn: bool
-
-
-class StorageAwareLayout(Protocol):
-    """A strategy that can also name its pages for a storage (L3) backend.
-
-    A key says what the bytes of a page are, whoever asks and whenever. Model, pipeline stage and pool (a sidecar
-    shares the pages of its anchor) are the backend's to add.
-    """
-
-    def storage_keys(self, page_hashes: Sequence[str], lanes: LaneArray) -> Sequence[str]:
-        """One key a page of this rank, in node order: key i names host page i of the node's metadata.
-
-        `page_hashes` are hexadecimal, each of a page's tokens and its parent's hash; `lanes` are the owners. Both
-        have one entry a page of the node, shape ``[pages]``; `LayoutInvariantError` if not.
-        A key is made from these arguments, the page size and the settings: the same in every process. Keys of
-        different owners, shard sizes or layouts must differ for the same content. It may become a file name.
         """
         ...

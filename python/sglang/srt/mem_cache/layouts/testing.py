@@ -20,6 +20,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from .capabilities import deals_in_turn
 from .errors import LayoutConfigError, LayoutInvariantError
 from .protocol import MetadataT
 from .testing_harness import LayoutCase, spans
@@ -99,7 +100,7 @@ class LayoutContract(OwnerContract[MetadataT]):
         def check(case: LayoutCase) -> None:
             group = self._group(case)
             layout, lanes = group.layouts[0], group.layouts[0].lane_count
-            if not getattr(layout, "deals_in_turn", False):
+            if not deals_in_turn(layout):
                 return
             pages = np.array(group.usable_pages, dtype=np.int64)
             check_equal_arrays(layout.lanes_of(pages), pages % lanes, f"{case}: lanes_of")
@@ -121,7 +122,7 @@ class LayoutContract(OwnerContract[MetadataT]):
             assert len({layout.logical_tokens(640) for layout in group.layouts}) == 1
             slots = self._chain_slots(group, case)
             plans, metadata = group.backup(np.concatenate(slots))
-            parts = [layout.split(data, case.page_size) for layout, data in zip(group.layouts, metadata, strict=True)]
+            parts = [data.split(case.page_size) for data in metadata]
             fresh = group.allocate_slots(group.layouts[0].load_lanes(parts[0]))
             answers = [
                 (
@@ -131,9 +132,9 @@ class LayoutContract(OwnerContract[MetadataT]):
                     plan.lanes.tolist(),
                     plan.demand_pages,
                     plan.logical_tokens,
-                    [(part.logical_len, part.pages_per_rank) for part in (data, *pair)],
+                    [(part.logical_len, part.pages_per_lane) for part in (data, *pair)],
                     layout.load_lanes(pair).tolist(),
-                    layout.plan_load(pair, fresh).node_pages,
+                    layout.plan_load(pair, fresh).logical_pages,
                     layout.plan_load(pair, fresh).logical_tokens,
                 )
                 for layout, plan, data, pair in zip(group.layouts, plans, metadata, parts, strict=True)
@@ -174,7 +175,7 @@ class LayoutContract(OwnerContract[MetadataT]):
             for layout, plan, data in zip(group.layouts, plans, metadata, strict=True):
                 copies = plan.bind(np.arange(plan.owned_pages, dtype=np.int64))
                 assert list(plan.demand_pages) == counts, f"{case}: demand"
-                assert list(data.pages_per_rank) == counts, f"{case}: pages held"
+                assert list(data.pages_per_lane) == counts, f"{case}: pages held"
                 assert counts[layout.lane] == plan.owned_pages == copies.pages == len(data.host_pages)
                 assert data.logical_len == len(slots) * case.page_size
 
@@ -200,7 +201,7 @@ class LayoutContract(OwnerContract[MetadataT]):
             stored = [group.backup(pages)[1] for pages in slots]
             for pages in slots:
                 group.free_slots(pages)
-            parts = [self._cut(group, rank, [node[rank] for node in stored]) for rank in range(case.shard_size)]
+            parts = [self._cut(group, [node[rank] for node in stored]) for rank in range(case.shard_size)]
             fresh = group.allocate_slots(group.layouts[0].load_lanes(parts[0]))
             group.load(parts, fresh)
             for result in group.read(fresh):
@@ -208,13 +209,13 @@ class LayoutContract(OwnerContract[MetadataT]):
 
         self._for_all_cases(check)
 
-    def test_a_load_tells_how_its_slots_divide_among_the_nodes(self) -> None:
+    def test_a_load_tells_how_many_slots_it_fills(self) -> None:
         for case in self._corners():
             group, stored = self._stored(case)
             fresh = group.allocate_slots(group.layouts[0].load_lanes(stored[0]))
             for layout, nodes in zip(group.layouts, stored, strict=True):
                 plan = layout.plan_load(nodes, fresh)
-                assert plan.node_pages == case.node_pages
+                assert plan.logical_pages == sum(case.node_pages)
                 assert plan.logical_tokens == sum(case.node_pages) * case.page_size
 
     def test_a_load_into_wrong_lanes_or_a_wrong_number_of_slots_raises_on_every_rank(self) -> None:
@@ -238,77 +239,77 @@ class LayoutContract(OwnerContract[MetadataT]):
     def test_no_parts_raise(self) -> None:
         for case in self._corners():
             for layout in self._layouts(case):
-                for refused in (layout.concat, layout.load_lanes):
-                    with pytest.raises(LayoutConfigError):
-                        refused([])
+                with pytest.raises(LayoutConfigError):
+                    layout.load_lanes([])
                 with pytest.raises(LayoutConfigError):
                     layout.plan_load([], np.empty(0, dtype=np.int64))
 
-    # Split and concat.
+    # Split.
 
-    def test_split_and_concat_are_inverse(self) -> None:
+    def test_the_parts_of_a_node_are_what_backups_of_the_parts_would_be(self) -> None:
         def check(case: LayoutCase) -> None:
-            group, stored = self._stored(case)
-            for rank, (layout, nodes) in enumerate(zip(group.layouts, stored, strict=True)):
-                whole = layout.concat(nodes)
-                pieces = self._cut(group, rank, [whole])
-                check_equal_metadata(layout.concat(pieces), whole, f"{case}: concat of {len(pieces)} pieces")
-                for node, (at, pages) in zip(nodes, spans(case.node_pages), strict=True):
-                    middle = layout.split(whole, at * case.page_size)[1]
-                    check_equal_metadata(layout.split(middle, pages * case.page_size)[0], node, f"{case}: node at {at}")
+            group = self._group(case)
+            slots = np.concatenate(self._chain_slots(group, case))
+            _, metadata = group.backup(slots)
+            for layout, whole in zip(group.layouts, metadata, strict=True):
+                taken = 0
+                for at, pages in spans(case.node_pages):
+                    plan = layout.plan_backup(slots[at : at + pages])
+                    host_pages = whole.host_pages[taken : taken + plan.owned_pages]
+                    part = whole.split(at * case.page_size)[1].split(pages * case.page_size)[0]
+                    check_equal_metadata(part, layout.finish_backup(plan, host_pages), f"{case}: part at {at}")
+                    taken += plan.owned_pages
 
         self._for_all_cases(check)
 
     def test_the_halves_of_every_split_have_the_right_lengths_and_host_pages(self) -> None:
         for case in self._corners():
-            group, stored = self._stored(case)
-            for layout, nodes in zip(group.layouts, stored, strict=True):
-                node = layout.concat(nodes)
+            group = self._group(case)
+            _, metadata = group.backup(np.concatenate(self._chain_slots(group, case)))
+            for layout, node in zip(group.layouts, metadata, strict=True):
                 lanes = layout.load_lanes([node]).tolist()
                 for pages in range(len(lanes) + 1):
-                    first, second = layout.split(node, pages * case.page_size)
+                    first, second = node.split(pages * case.page_size)
                     owned = lanes[:pages].count(layout.lane)
                     assert first.logical_len == pages * case.page_size
                     assert second.logical_len == node.logical_len - first.logical_len
                     check_equal_arrays(first.host_pages, node.host_pages[:owned], f"{case}: first half at {pages}")
                     check_equal_arrays(second.host_pages, node.host_pages[owned:], f"{case}: second half at {pages}")
 
-    def test_the_owner_pattern_survives_split_concat_and_load(self) -> None:
+    def test_the_owner_pattern_survives_split_and_load(self) -> None:
         def check(case: LayoutCase) -> None:
             group, stored = self._stored(case)
             pattern = group.layouts[0].load_lanes(stored[0])
-            parts = [self._cut(group, rank, nodes) for rank, nodes in enumerate(stored)]
+            parts = [self._cut(group, nodes) for nodes in stored]
             fresh = group.allocate_slots(pattern)
             group.load(parts, fresh)
             for rank, layout in enumerate(group.layouts):
                 check_equal_arrays(layout.load_lanes(parts[rank]), pattern, f"{case}: after split")
-                check_equal_arrays(layout.load_lanes([layout.concat(parts[rank])]), pattern, f"{case}: after concat")
                 check_equal_arrays(layout.plan_backup(fresh).lanes, pattern, f"{case}: backup after load")
 
         self._for_all_cases(check)
 
     def test_a_split_outside_the_node_or_off_a_page_raises_value_error(self) -> None:
         for case in self._corners():
-            group, stored = self._stored(case)
-            for layout, nodes in zip(group.layouts, stored, strict=True):
-                node = nodes[0]
+            _, stored = self._stored(case)
+            for node in (nodes[0] for nodes in stored):
                 wrong = {-case.page_size, -1, node.logical_len + 1, node.logical_len + case.page_size}
                 if case.page_size > 1:
                     wrong |= {1, case.page_size - 1, node.logical_len - 1}
                 for split_len in sorted(wrong):
                     with pytest.raises(ValueError, match=str(split_len)):
-                        layout.split(node, split_len)
+                        node.split(split_len)
 
     def test_every_metadata_field_has_a_split_rule_and_keeps_it(self) -> None:
         for case in self._corners():
-            group, stored = self._stored(case)
-            for layout, nodes in zip(group.layouts, stored, strict=True):
+            _, stored = self._stored(case)
+            for nodes in stored:
                 whole = stored_fields(nodes[0])
                 missing, stale = set(whole) - set(self.split_rules), set(self.split_rules) - set(whole)
                 assert not missing, f"decide a split rule for metadata fields {sorted(missing)} in split_rules"
                 assert not stale, f"split_rules names {sorted(stale)}, which the metadata does not store"
                 for pages in range(case.node_pages[0] + 1):
-                    first, second = (stored_fields(half) for half in layout.split(nodes[0], pages * case.page_size))
+                    first, second = (stored_fields(half) for half in nodes[0].split(pages * case.page_size))
                     for name, rule in self.split_rules.items():
                         assert rule(whole[name], first[name], second[name]), (
                             f"{case}: field {name!r} breaks its rule at {pages} pages: "
@@ -326,20 +327,11 @@ class LayoutContract(OwnerContract[MetadataT]):
                 check_own_memory(f"{case}: plan_backup", plan.lanes, plan.device_pages, arguments=[slots])
                 host_pages = group.allocate_host(rank, plan.owned_pages + 2)[1:-1]
                 data = layout.finish_backup(plan, host_pages)
-                first, second = layout.split(data, case.page_size)
-                both = layout.concat([first, second])
+                first, second = data.split(case.page_size)
                 check_own_memory(f"{case}: finish_backup", *stored_arrays(data), arguments=[slots, host_pages])
                 check_own_memory(
                     f"{case}: split", *stored_arrays(first), *stored_arrays(second), arguments=stored_arrays(data)
                 )
-                check_own_memory(
-                    f"{case}: concat", *stored_arrays(both), arguments=[*stored_arrays(first), *stored_arrays(second)]
-                )
-                check_own_memory(
-                    f"{case}: concat of one", *stored_arrays(layout.concat([data])), arguments=stored_arrays(data)
-                )
-                for one in (data, first, second, both):
-                    assert one.nbytes == sum(array.nbytes for array in stored_arrays(one)), f"{case}: nbytes"
 
     def test_plans_print_and_compare_by_content(self) -> None:
         for case in self._corners():
@@ -350,7 +342,7 @@ class LayoutContract(OwnerContract[MetadataT]):
                 assert backup == layout.plan_backup(fresh.copy())
                 assert load == layout.plan_load(nodes, fresh.copy())
                 assert backup != layout.plan_backup(fresh[:-1])
-                assert load != replace(load, node_pages=(*load.node_pages, 1))
+                assert load != replace(load, logical_pages=load.logical_pages + 1)
                 assert copy.deepcopy(backup) == backup
                 assert repr(backup.demand_pages) in repr(backup)
                 assert repr(load.copies) in repr(load)

@@ -86,15 +86,17 @@ class LayoutHarness(ABC, Generic[MetadataT]):
         by_node = [group.backup(slots)[1] for slots in self._chain_slots(group, case)]
         return group, [list(nodes) for nodes in zip(*by_node, strict=True)]
 
-    def _cut(self, group: SimulatedGroup[MetadataT], rank: int, nodes: Sequence[MetadataT]) -> list[MetadataT]:
-        """Every node split twice, the second node's parts joined again; equal cuts on all ranks."""
-        layout, pieces = group.layouts[rank], []
+    def _cut(self, group: SimulatedGroup[MetadataT], nodes: Sequence[MetadataT]) -> list[MetadataT]:
+        """Every node but the second split twice; equal cuts on all ranks."""
+        pieces: list[MetadataT] = []
         for number, node in enumerate(nodes):
+            if number == 1:
+                pieces.append(node)
+                continue
             pages = node.logical_len // group.page_size
-            first, rest = layout.split(node, (7 * number + 1) % (pages + 1) * group.page_size)
+            first, rest = node.split((7 * number + 1) % (pages + 1) * group.page_size)
             pages = rest.logical_len // group.page_size
-            parts = [first, *layout.split(rest, (pages + 1) // 2 * group.page_size)]
-            pieces.extend([layout.concat(parts)] if number == 1 else parts)
+            pieces.extend([first, *rest.split((pages + 1) // 2 * group.page_size)])
         return pieces
 
     def _corners(self) -> list[LayoutCase]:

@@ -30,14 +30,19 @@ def summed(whole: object, first: object, second: object) -> bool:
 
 
 def stored_fields(metadata: object) -> dict[str, object]:
-    """Everything that the object stores: dataclass fields, slots and instance attributes."""
-    names = [field.name for field in fields(metadata)] if is_dataclass(metadata) else []
+    """Everything that the object stores: dataclass fields, slots and instance attributes.
+
+    Not a dataclass's fields that no caller can give: they follow from the others, in every part anew.
+    """
+    declared = fields(metadata) if is_dataclass(metadata) else ()
+    names = [field.name for field in declared]
     for cls in type(metadata).__mro__:
         slots = cls.__dict__.get("__slots__", ())
         names += [slots] if isinstance(slots, str) else list(slots)
         names += list(getattr(cls, "__struct_fields__", ()))
     names += list(getattr(metadata, "__dict__", {}))
-    found = {name: getattr(metadata, name) for name in names if name not in ("__dict__", "__weakref__")}
+    left_out = {"__dict__", "__weakref__"} | {field.name for field in declared if not field.init}
+    found = {name: getattr(metadata, name) for name in names if name not in left_out}
     assert found, f"cannot tell what {type(metadata).__name__} stores: use a dataclass, slots or attributes"
     return found
 

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from .owners import refuse_shared_owners, shares_pools
+from .capabilities import shares_pools
+from .owners import refuse_shared_owners
 from .protocol import MetadataT
 from .testing_harness import LayoutCase, LayoutHarness
 from .testing_metadata import check_equal_arrays

@@ -22,6 +22,7 @@ import pytest
 from rich.console import Console
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.test_utils import CustomTestCase
+from typing_extensions import override
 
 from kvlayouts import main as command
 from kvlayouts.bench import deferred, requests, tree_sizes
@@ -40,6 +41,7 @@ from kvlayouts.bench.plans import (
 from kvlayouts.bench.report import print_figures, to_json
 from kvlayouts.bench.run import RUNNERS
 from kvlayouts.bench.runs import run_share
+from kvlayouts.bench.sglang_subjects import SGLANG_TREES
 from kvlayouts.bench.subjects import sizes_for
 from kvlayouts.bench.timing import alternating
 from kvlayouts.bench.tree_sizes import TreeTimes, bench_evict, bench_scale, growth_exponent
@@ -89,7 +91,7 @@ class TestPlanning(CustomTestCase):
     def test_by_page_and_by_token_the_same_rows_are_copied_on_every_rank(self) -> None:
         rng = np.random.default_rng(0)
         for rank in range(3):
-            layout = CpSharedLayout(page_size=4, cp_size=3, cp_rank=rank)
+            layout = CpSharedLayout(page_size=4, shard_size=3, shard_rank=rank)
             slot_pages = 3 + rng.permutation(30).astype(np.int64)[:20]
             new_pages = slot_pages + 30
             host_pages = rng.permutation(40).astype(np.int64)[: int((slot_pages % 3 == rank).sum())]
@@ -122,7 +124,7 @@ class TestNothingToDivideBy(CustomTestCase):
 
     def test_prompts_that_share_nothing_give_times_and_no_ratio_of_tokens_found(self) -> None:
         trace = read_trace(DEFAULT_TRACE, max_requests=2)
-        names = requests.HIRADIX, requests.UNIFIED, requests.IDENTITY, requests.SHARDED, requests.BY_TOKEN
+        names = *SGLANG_TREES, requests.IDENTITY, requests.SHARDED, requests.BY_TOKEN
         for found, ratio in ((0, None), (64, 1.0)):
             subjects = {name: mock.Mock(serve=mock.Mock(return_value=found)) for name in names}
             with (
@@ -132,8 +134,8 @@ class TestNothingToDivideBy(CustomTestCase):
             ):
                 figures = requests.bench_requests(CONFIG, trace, lambda *_: None)
             hits = [figure for figure in figures if figure.case.endswith("tokens found in the cache")]
-            self.assertEqual([(figure.value, figure.ratio) for figure in hits], 3 * [(2 * found, ratio)])
-            self.assertEqual(sum(figure.unit == "ms" for figure in figures), 4)
+            self.assertEqual([(figure.value, figure.ratio) for figure in hits], (len(names) - 2) * [(2 * found, ratio)])
+            self.assertEqual(sum(figure.unit == "ms" for figure in figures), len(names) - 1)
 
     def test_a_trace_without_a_whole_page_has_no_metadata_to_measure(self) -> None:
         prompt = TraceRequest(timestamp_ms=0, prompt_tokens=30, block_ids=(0,))
@@ -219,6 +221,7 @@ class TestDeferred(CustomTestCase):
 class TestTreeSizes(CustomTestCase):
     """Eviction and growth are read off the same trees; neither may go by the other's name."""
 
+    @override
     def setUp(self) -> None:
         micros = {"match": 1.0, "evict device": 2.0, "evict host": 3.0}
         replaced = {

@@ -23,14 +23,14 @@ FITTING = LayoutEnvironment(
     page_size=64,
     allocator_lanes=4,
     group_kind=GroupKind.ATTENTION_TP,
-    group_size=4,
-    group_rank=0,
+    shard_size=4,
+    shard_rank=0,
 )
 CHANGES = (
     {"pool_kind": PoolKind.OTHER, "pool_class": "OtherPool"},
     {"pool_kind": PoolKind.MHA, "pool_class": "MHATokenToKVPool"},
     {"page_size": 16},
-    {"group_size": 2},
+    {"shard_size": 2},
     {"storage_backend": "file"},
 )
 COMMANDS = ("plan", "replay", "soak", "explain", "bench")
@@ -41,7 +41,7 @@ def _messages() -> list[str]:
     messages = [rule.message("--kv-layout-strategy cp_shared") for rule in RULES]
     for changes in CHANGES:
         with pytest.raises(LayoutConfigError) as caught:
-            CpSharedLayout(page_size=64, cp_size=4, cp_rank=0).validate(replace(FITTING, **changes))
+            CpSharedLayout(page_size=64, shard_size=4, shard_rank=0).validate(replace(FITTING, **changes))
         messages.append(str(caught.value))
     return messages
 

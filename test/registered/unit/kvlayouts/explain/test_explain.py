@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 from sglang.test.ci.ci_register import register_cpu_ci
+from typing_extensions import override
 
 from kvlayouts.common.errors import RunError
 from kvlayouts.explain.elision import shown_items, shown_ranges
@@ -138,12 +139,13 @@ def _tell_misplacing(monkeypatch: pytest.MonkeyPatch) -> NodeStory:
     class Misplaces(CpSharedLayout):
         """Copies one page less than it owns."""
 
+        @override
         def plan_backup(self, slot_pages: PageArray) -> BackupPlan:
             plan = super().plan_backup(slot_pages)
             return replace(plan, device_pages=plan.device_pages[:-1])
 
     def create(_: str, *, page_size: int, ranks: int, rank: int, **__: object) -> Misplaces:
-        return Misplaces(page_size=page_size, cp_size=ranks, cp_rank=rank)
+        return Misplaces(page_size=page_size, shard_size=ranks, shard_rank=rank)
 
     monkeypatch.setattr(module, "create_rank", create)
     return tell(_config(layout="misplaces"))

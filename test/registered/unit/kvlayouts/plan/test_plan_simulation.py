@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import pytest
 from sglang.test.ci.ci_register import register_cpu_ci
+from typing_extensions import override
 
 from kvlayouts.common.trace import DEFAULT_TRACE, Trace, TraceRequest, read_trace
 from kvlayouts.common.values import TRACE_BLOCK_TOKENS, EvictionPolicy, WritePolicy
@@ -242,6 +243,7 @@ class _MovesPages(CpSharedLayout):
 
     name = "moves_pages"
 
+    @override
     def load_lanes(self, parts: Sequence[CpHiCacheNodeMetadata]) -> LaneArray:
         return (super().load_lanes(parts) + 1) % self.lane_count
 
@@ -250,7 +252,7 @@ def test_pages_lie_where_the_strategy_loads_them() -> None:
     prompts = _make_prompts(*((32, (chain, chain)) for chain in (1, 2, 3, 1)), block_tokens=16, page_size=16)
     simulation = CacheSimulation(
         prompts,
-        _MovesPages(page_size=1, cp_size=3, cp_rank=0),
+        _MovesPages(page_size=1, shard_size=3, shard_rank=0),
         [0, 0, 0],
         device_pages=2,
         host_pages=4,
@@ -270,7 +272,7 @@ def test_a_strategy_that_cannot_have_pages_of_one_token_is_refused(
     def from_config(config: LayoutConfig) -> CpSharedLayout:
         if config.page_size < 16:
             raise LayoutConfigError(f"page_size must be 16 or more, got {config.page_size}")
-        return CpSharedLayout(page_size=config.page_size, cp_size=config.shard_size, cp_rank=config.shard_rank)
+        return CpSharedLayout(page_size=config.page_size, shard_size=config.shard_size, shard_rank=config.shard_rank)
 
     monkeypatch.setattr(CpSharedLayout, "from_config", from_config)
     trace = write_trace(tmp_path / "trace.jsonl", _branching(requests=3, blocks=3, seed=1))

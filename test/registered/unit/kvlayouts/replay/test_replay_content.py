@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.test_utils import CustomTestCase
+from typing_extensions import override
 
 from kvlayouts.replay import content
 from kvlayouts.replay.content import KVContent, prefix_sums
@@ -72,6 +73,7 @@ class ContentTestCase(CustomTestCase):
     """A pool of each kind on the CPU, with its buffers as words."""
 
     @classmethod
+    @override
     def setUpClass(cls) -> None:
         super().setUpClass()
         cls.enterClassContext(standalone_runtime(page_size=4))

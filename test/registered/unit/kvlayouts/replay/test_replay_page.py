@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from typing_extensions import override
 
 from kvlayouts.replay.page.charts import Axis, nice_axis, step_area, step_line, x_axis
 from kvlayouts.replay.page.panels import count_tick, eviction_panels, hit_panels, percent_tick
@@ -44,17 +45,21 @@ class _Page(HTMLParser):
     def text(self) -> str:
         return " ".join("".join(self._words).split())  # a no-break space is space too
 
+    @override
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.elements.append((tag, dict(attrs)))
         if tag not in VOID:
             self._open.append(tag)
 
+    @override
     def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.elements.append((tag, dict(attrs)))
 
+    @override
     def handle_endtag(self, tag: str) -> None:
         assert self._open.pop() == tag
 
+    @override
     def handle_data(self, data: str) -> None:
         if self._open and self._open[-1] != "style":
             self._words.append(data)

@@ -11,6 +11,7 @@ from sglang.srt.mem_cache.hisparse_memory_pool import HiSparseDSATokenToKVPool
 from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool
 from sglang.srt.mem_cache.pool_host import common
 from sglang.test.ci.ci_register import register_cpu_ci
+from typing_extensions import override
 
 from sglang.srt.mem_cache.hicache.assemble import assemble_cache
 from sglang.srt.mem_cache.hicache.settings import ShardGroup
@@ -31,6 +32,7 @@ from support.caches import (
     make_layout,
     make_params,
     make_settings,
+    pooled_keys_page_size,
 )
 from support.groups import Lockstep, Seat
 
@@ -63,6 +65,7 @@ _DSA_FIELDS: dict[str, Any] = {
 class _RefusesNothing(CpSharedLayout):
     name = "refuses_nothing"
 
+    @override
     def validate(self, environment: LayoutEnvironment) -> None:
         pass
 
@@ -75,6 +78,7 @@ class _NamesPages(_RefusesNothing):
 
 
 class TestRefusedAtConstruction(CacheTestCase):
+    @override
     def setUp(self) -> None:
         super().setUp()
         self.host_allocations = 0
@@ -160,7 +164,9 @@ class TestRefusedAtConstruction(CacheTestCase):
 
     def test_a_pool_whose_index_is_not_one_row_a_token_is_refused_by_name(self) -> None:
         self._refused(
-            "does not support the KV pool DSATokenToKVPool", _DSA, pool=DSATokenToKVPool(**_DSA_FIELDS, index_kpool=2)
+            "does not support the KV pool DSATokenToKVPool",
+            _DSA,
+            pool=DSATokenToKVPool(**{**_DSA_FIELDS, "page_size": pooled_keys_page_size(2), "index_kpool": 2}),
         )
 
     def test_a_group_that_is_not_the_layouts_is_refused_with_both_numbers(self) -> None:
@@ -170,12 +176,13 @@ class TestRefusedAtConstruction(CacheTestCase):
 
     def test_a_strategy_whose_lanes_are_not_one_for_each_rank_is_refused_though_it_validates_nothing(self) -> None:
         class ValidatesNothing(CpSharedLayout):
+            @override
             def validate(self, environment: LayoutEnvironment) -> None:
                 """Everything fits."""
 
         spec = CacheSpec()
         for lanes, ranks in ((2, 4), (3, 2)):
-            layout = ValidatesNothing(page_size=spec.page_size, cp_size=lanes, cp_rank=1)
+            layout = ValidatesNothing(page_size=spec.page_size, shard_size=lanes, shard_rank=1)
             told = f"a rank stores lane 1 of {lanes} in a group of {ranks}; accepted: {ranks} lanes"
             with self.assertRaisesRegex(LayoutConfigError, told):
                 assemble_cache(

@@ -36,7 +36,7 @@ class TestWriteMapping(CacheTestCase):
                 metadata = _write(rank, pages)
                 owned = (1, 2, 2)[rank.number]
                 self.assertEqual(metadata.logical_len, 5 * group.spec.page_size)
-                self.assertEqual(metadata.pages_per_rank, (1, 2, 2))
+                self.assertEqual(metadata.pages_per_lane, (1, 2, 2))
                 self.assertEqual(len(metadata.host_pages), owned)
                 self.assertEqual(rank.host_free_pages(), group.spec.host_pages - owned)
                 self.assertEqual(rank.controller.ledger.used_pages, (1, 2, 2))

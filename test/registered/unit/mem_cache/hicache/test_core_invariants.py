@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from sglang.srt.managers.schedule_batch import Req
-from sglang.srt.mem_cache.base_prefix_cache import EvictParams, MatchPrefixParams
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.pool_host import HostKVCache, HostPoolGroup
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.test.ci.ci_register import register_cpu_ci
@@ -19,6 +19,7 @@ import sglang.srt.mem_cache.hicache.radix_cache
 from sglang.srt.mem_cache.layouts import PoolKind
 from support.caches import LAYERS, CacheSpec, CacheTestCase, Rank, chain, page_views
 from support.groups import Group, chain_lanes
+from support.scheduler_steps import extend, put_chunk, put_end
 
 if TYPE_CHECKING:
     from array import array
@@ -63,7 +64,7 @@ class TestLogicalState(CacheTestCase):
         rows = [_RequestOn(rank, chain(group.spec, 1, 2, 3)) for rank in group.ranks]
         for row in rows:
             row.prefill(until=6)  # a chunk that ends inside a page
-            row.rank.cache.cache_unfinished_req(row.req, chunked=True)
+            put_chunk(row.req, row.rank.cache, tokens=6)
             row.prefill(until=12)
             row.decode(7)
         group.settle()
@@ -71,7 +72,7 @@ class TestLogicalState(CacheTestCase):
         pages = [slot // 4 % 2 for slot in rows[0].slots()[::4]]
         self.assertEqual(pages, [pages[0] ^ (at % 2) for at in range(5)], "owners take turns along the request")
         for row in rows:
-            row.rank.cache.cache_finished_req(row.req, kv_len_to_handle=11)  # SGLang keeps whole pages only
+            put_end(row.req, row.rank.cache, tokens=11)  # SGLang keeps whole pages only
             self.assertEqual([node.tokens for node in row.rank.nodes()], [4, 4])
         for row in rows:
             row.rank.allocator.free(torch.tensor(row.slots()[12:]))
@@ -84,7 +85,7 @@ class TestLogicalState(CacheTestCase):
         group.serve(chain(group.spec, 1, 2, 3))
         for rank in group.ranks:
             key = rank.key(chain(group.spec, 1, 2, 3, 4))
-            self.assertEqual(len(rank.cache.match_prefix(MatchPrefixParams(key=key)).device_indices), 12)
+            self.assertEqual(len(rank.cache.match(key).slots), 12)
             self.assertEqual((rank.cache.evictable_size(), rank.cache.protected_size()), (12, 0))
             self.assertEqual(rank.allocator.available_size(), 2 * 4 * 4 - 12)
         eight = group.start(chain(group.spec, 1, 2, 3, 4, 5, 6, 7, 8))
@@ -95,7 +96,7 @@ class TestLogicalState(CacheTestCase):
         group.serve(chain(group.spec, 1, 2))
         for rank in group.ranks:
             key = rank.key(chain(group.spec, 1, 2)[:7])
-            self.assertEqual(len(rank.cache.match_prefix(MatchPrefixParams(key=key)).device_indices), 4)
+            self.assertEqual(len(rank.cache.match(key).slots), 4)
 
 
 class TestPhysicalTiers(CacheTestCase):
@@ -225,7 +226,7 @@ class _RequestOn:
         self.pool.write((1, slice(self.filled, self.filled + len(slots))), slots)
         self.filled += len(slots)
         self.req.full_untruncated_fill_ids = self.req.origin_input_ids + self.req.output_ids
-        self.req.set_extend_range(0, min(self.filled, len(self.req.origin_input_ids)))
+        extend(self.req, end=min(self.filled, len(self.req.origin_input_ids)))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ import unittest
 from typing import TYPE_CHECKING, get_args
 
 import numpy as np
-from sglang.srt.mem_cache.base_prefix_cache import InitLoadBackParams, MatchPrefixParams
 from sglang.test.ci.ci_register import register_cpu_ci
 
 from sglang.srt.mem_cache.hicache.accepted import WritePolicy
@@ -248,12 +247,8 @@ def _load(group: Group, pages: Sequence[int], quota_pages: int | None) -> int:
     quota = None if quota_pages is None else quota_pages * group.spec.page_size
 
     def load(rank: Rank) -> int:
-        match = rank.cache.match_prefix(MatchPrefixParams(key=rank.key(chain(rank.spec, *pages))))
-        value, node = rank.cache.init_load_back(
-            InitLoadBackParams(
-                best_match_node=match.best_match_node, host_hit_length=match.host_hit_length, mem_quota=quota
-            )
-        )
+        match = rank.cache.match(rank.key(chain(rank.spec, *pages)))
+        value, node = rank.cache.bring_back(match.host_node, quota)
         assert node.value is not None, "the node that the scheduler locks is on the device"
         return len(value) // rank.spec.page_size
 

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
 from sglang.srt.disaggregation.kv_events import BlockStored, StorageMedium
-from sglang.srt.mem_cache.base_prefix_cache import InsertParams, MatchPrefixParams
 from sglang.test.ci.ci_register import register_cpu_ci
 
 from sglang.srt.mem_cache.hicache.accepted import WritePolicy
+from sglang.srt.mem_cache.hicache.tree.calls import Insertion
 from sglang.srt.mem_cache.layouts import PoolKind
 from support.caches import CacheTestCase, Rank, chain, page_views
 from support.faults import RANKS, begin, each_layout, evict, fault_spec, fill_host_lane, locks, node_of
@@ -80,8 +80,8 @@ class TestLeaks(CacheTestCase):
         group.evict_all()
         group.hold()
         for rank in group.ranks:
-            match = rank.cache.match_prefix(MatchPrefixParams(key=rank.key(chain(rank.spec, 1, 2, 3))))
-            self.assertIsNotNone(rank.cache.load_back(match.best_match_node))
+            match = rank.cache.match(rank.key(chain(rank.spec, 1, 2, 3)))
+            self.assertIsNotNone(rank.cache.load_back(match.host_node))
             for step in (rank.cache.ready_to_load_host_cache, rank.engine.run_loads, lambda: None):
                 self.assertEqual(rank.cache.evict_host(99), 0)
                 self.assertEqual(node_of(rank, 1, 2, 3).host_len, 12)
@@ -186,8 +186,8 @@ class TestSplitAndTree(CacheTestCase):
         for rank in group.ranks:
             for tokens in (0, 3):
                 value = rank.allocator.slots(np.array([4], dtype=np.int64))[:tokens]
-                result = rank.cache.insert(InsertParams(key=rank.key(chain(rank.spec, 1)[:tokens]), value=value))
-                self.assertEqual((result.prefix_len, rank.nodes(), rank.cache.root_node.children), (0, [], {}))
+                result = rank.cache.put(Insertion(key=rank.key(chain(rank.spec, 1)[:tokens]), value=value))
+                self.assertEqual((result.known_tokens, rank.nodes(), rank.cache.root_node.children), (0, [], {}))
         group.check()
         group.serve(chain(group.spec, 1, 2))
         group.serve(chain(group.spec, 1, 2))  # nothing new below the node
@@ -213,10 +213,10 @@ class TestKeys(CacheTestCase):
         group = Group(fault_spec(layout, pages=8, host=8, pool=PoolKind.DSA, eagle=True))
         tokens = chain(group.spec, 1, 2)
         for rank in group.ranks:
-            rank.cache.insert(InsertParams(key=rank.key(tokens), value=rank.allocator.alloc(128)))
+            rank.cache.put(Insertion(key=rank.key(tokens), value=rank.take(128)))
             for length, matched in ((0, 0), (1, 0), (63, 0), (64, 0), (65, 64), (128, 64)):
-                match = rank.cache.match_prefix(MatchPrefixParams(key=rank.key(tokens[:length])))
-                self.assertEqual(len(match.device_indices), matched, f"{length} tokens")
+                match = rank.cache.match(rank.key(tokens[:length]))
+                self.assertEqual(len(match.slots), matched, f"{length} tokens")
 
     @each_layout
     def test_26_a_page_has_the_same_hash_wherever_it_is_stored_or_removed(self, layout: str) -> None:

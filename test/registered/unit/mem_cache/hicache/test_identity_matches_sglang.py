@@ -35,9 +35,9 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
-from sglang.srt.mem_cache.hiradix_cache import HiRadixCache as SGLangHiRadixCache
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.test_utils import CustomTestCase
+from typing_extensions import override
 
 from sglang.srt.mem_cache.hicache.accepted import WritePolicy
 from sglang.srt.mem_cache.hicache.cpu.support import install_cpu_support
@@ -45,7 +45,7 @@ from sglang.srt.mem_cache.hicache.radix_cache import HiRadixCache
 from sglang.srt.mem_cache.layouts import PoolKind
 from support.identity.content import cached_content_is_right, totals, tree
 from support.identity.operations import finish_all, perform
-from support.identity.policy import CountsARequestOnce
+from support.identity.policy import CountsARequestOnce, SGLangHiRadixCache
 from support.identity.reference import Case, both_sides
 from support.identity.sequences import Kind, Operation, random_operations
 
@@ -149,6 +149,7 @@ class _OneRank(CustomTestCase):
     _folder: ClassVar[tempfile.TemporaryDirectory[str]]
 
     @classmethod
+    @override
     def setUpClass(cls) -> None:
         install_cpu_support()
         cls._folder = tempfile.TemporaryDirectory()
@@ -156,6 +157,7 @@ class _OneRank(CustomTestCase):
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
 
     @classmethod
+    @override
     def tearDownClass(cls) -> None:
         dist.destroy_process_group()
         cls._folder.cleanup()

@@ -8,9 +8,10 @@ from __future__ import annotations
 import unittest
 from typing import TYPE_CHECKING, Any
 
-from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 from sglang.srt.mem_cache.hicache.check.invariants import violations
+from sglang.srt.mem_cache.hicache.tree.calls import Insertion
 from sglang.srt.mem_cache.layouts.errors import LayoutInvariantError
 from support.caches import CacheTestCase, Rank, chain
 from support.faults import begin, each_layout, fault_spec, node_of
@@ -61,7 +62,7 @@ class TestBackupsAndHostMemory(CacheTestCase):
         finish = rank.layout.finish_backup
 
         def finish_half(plan: Any, host_pages: Any) -> Any:  # noqa: ANN401  # of whatever strategy
-            return rank.layout.split(finish(plan, host_pages), 4)[0]
+            return finish(plan, host_pages).split(4)[0]
 
         object.__setattr__(rank.controller, "layout", _With(rank.layout, finish_backup=finish_half))
         self._assert_loud(lambda: self._back_up(rank), r"metadata of 4 tokens for node \d+ of 16")
@@ -78,8 +79,8 @@ class TestBackupsAndHostMemory(CacheTestCase):
 
     def _back_up(self, rank: Rank, *, pages: int = 4) -> None:
         tokens = chain(rank.spec, *range(pages))
-        slots = rank.allocator.alloc(len(tokens))
-        rank.cache.insert(InsertParams(key=rank.key(tokens), value=slots))
+        slots = rank.take(len(tokens))
+        rank.cache.put(Insertion(key=rank.key(tokens), value=slots))
 
     def _assert_loud(self, call: Callable[[], object], words: str) -> None:
         with self.assertRaisesRegex(LayoutInvariantError, words):
@@ -142,7 +143,7 @@ class TestTreeAndLoads(CacheTestCase):
             (swapped, "8 slots to insert are no whole pages of 4"),
         ):
             with self.assertRaisesRegex(LayoutInvariantError, words):
-                rank.cache.insert(InsertParams(key=rank.key(tokens), value=value))
+                rank.cache.put(Insertion(key=rank.key(tokens), value=value))
         self.assertEqual(rank.nodes(), [])
         self.assertEqual(violations(rank.cache, held_slot_pages=2), [])
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, ClassVar
 import pytest
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.test_utils import CustomTestCase
+from typing_extensions import override
 
 from sglang.srt.mem_cache.layouts import PoolKind
 from support.caches import CacheSpec
@@ -46,6 +47,7 @@ class TestRanksOverGloo(CustomTestCase):
     ranks: ClassVar[GlooRanks]
 
     @classmethod
+    @override
     def setUpClass(cls) -> None:
         super().setUpClass()
         cls.ranks = cls.enterClassContext(GlooRanks(4))

@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator
-from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams, MatchPrefixParams
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.test.ci.ci_register import register_cpu_ci
 
 from sglang.srt.mem_cache.hicache.accepted import WritePolicy
 from sglang.srt.mem_cache.hicache.assemble import assemble_cache
 from sglang.srt.mem_cache.hicache.settings import ShardGroup
+from sglang.srt.mem_cache.hicache.tree.calls import Insertion
 from sglang.srt.mem_cache.layouts import PoolKind
 from support.caches import CacheSpec, CacheTestCase, chain, make_device_pool, make_layout, make_params, make_settings
 from support.groups import Group
@@ -96,16 +97,16 @@ class TestRoundTrip(CacheTestCase):
         group = Group(CacheSpec(eagle=True))
         tokens = chain(group.spec, 1, 2, 3, 4)[:13]  # twelve bigrams
         for rank in group.ranks:
-            rank.cache.insert(InsertParams(key=rank.key(tokens), value=rank.allocator.alloc(16)))
+            rank.cache.put(Insertion(key=rank.key(tokens), value=rank.take(16)))
             for length, matched in ((3, 0), (4, 0), (5, 4), (8, 4), (9, 8), (13, 12)):
-                match = rank.cache.match_prefix(MatchPrefixParams(key=rank.key(tokens[:length])))
-                self.assertEqual(len(match.device_indices), matched)
+                match = rank.cache.match(rank.key(tokens[:length]))
+                self.assertEqual(len(match.slots), matched)
         group.settle()
         group.evict_all()
         for rank in group.ranks:
-            match = rank.cache.match_prefix(MatchPrefixParams(key=rank.key(tokens)))
-            self.assertEqual(match.host_hit_length, 12)
-            loaded = rank.cache.load_back(match.best_match_node)
+            match = rank.cache.match(rank.key(tokens))
+            self.assertEqual(match.host_tokens, 12)
+            loaded = rank.cache.load_back(match.host_node)
             self.assertEqual(0 if loaded is None else len(loaded), 12)
 
     def test_identity_works_with_sglangs_own_allocator(self) -> None:
@@ -118,12 +119,12 @@ class TestRoundTrip(CacheTestCase):
         tokens = chain(spec, 1, 2, 3)
         slots = stock.alloc(12)
         assert slots is not None
-        cache.insert(InsertParams(key=RadixKey(tokens), value=slots))
+        cache.put(Insertion(key=RadixKey(tokens), value=slots))
         cache.check_hicache_events()
         self.assertEqual(cache.evict(EvictParams(num_tokens=1)).num_tokens_evicted, 12)
         self.assertEqual(stock.available_size(), 32)
-        match = cache.match_prefix(MatchPrefixParams(key=RadixKey(tokens)))
-        loaded = cache.load_back(match.best_match_node)
+        match = cache.match(RadixKey(tokens))
+        loaded = cache.load_back(match.host_node)
         assert loaded is not None
         self.assertEqual(stock.available_size(), 20)
 

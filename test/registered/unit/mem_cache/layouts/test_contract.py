@@ -6,6 +6,7 @@ import itertools
 from typing import ClassVar
 
 from sglang.test.ci.ci_register import register_cpu_ci
+from typing_extensions import override
 
 from sglang.srt.mem_cache.layouts import (
     CpHiCacheNodeMetadata,
@@ -21,9 +22,11 @@ register_cpu_ci(est_time=30, suite="base-a-test-cpu")
 class TestIdentityContract(LayoutContract[IdentityNodeMetadata]):
     split_rules: ClassVar = {"page_size": same, "host_pages": joined}
 
+    @override
     def make_layout(self, *, page_size: int, shard_size: int, shard_rank: int) -> IdentityLayout:
         return IdentityLayout(page_size=page_size)
 
+    @override
     def stated_home(self, slot_page: int, shard_size: int) -> tuple[int, int]:
         return 0, slot_page
 
@@ -37,9 +40,11 @@ class TestCpSharedContract(LayoutContract[CpHiCacheNodeMetadata]):
         "host_pages": joined,
     }
 
+    @override
     def make_layout(self, *, page_size: int, shard_size: int, shard_rank: int) -> CpSharedLayout:
-        return CpSharedLayout(page_size=page_size, cp_size=shard_size, cp_rank=shard_rank)
+        return CpSharedLayout(page_size=page_size, shard_size=shard_size, shard_rank=shard_rank)
 
+    @override
     def stated_home(self, slot_page: int, shard_size: int) -> tuple[int, int]:
         dealt = [0] * shard_size
         ranks = itertools.cycle(range(shard_size))
@@ -56,5 +61,6 @@ class TestCpSharedContractWithoutStatedHomes(LayoutContract[CpHiCacheNodeMetadat
     shard_sizes: ClassVar = (1, 2, 3, 5)
     max_examples: ClassVar = 5
 
+    @override
     def make_layout(self, *, page_size: int, shard_size: int, shard_rank: int) -> CpSharedLayout:
-        return CpSharedLayout(page_size=page_size, cp_size=shard_size, cp_rank=shard_rank)
+        return CpSharedLayout(page_size=page_size, shard_size=shard_size, shard_rank=shard_rank)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import numpy as np
 import pytest
 from sglang.test.ci.ci_register import register_cpu_ci
+from typing_extensions import override
 
 from sglang.srt.mem_cache.layouts import (
     BackupPlan,
@@ -39,16 +40,21 @@ class _Binding(LayoutContract[Any]):
     max_examples: ClassVar = 5
     broken: type[CpSharedLayout] = CpSharedLayout
 
+    @override
     def make_layout(self, *, page_size: int, shard_size: int, shard_rank: int) -> KVLayoutStrategy[Any]:
-        return cast("KVLayoutStrategy[Any]", self.broken(page_size=page_size, cp_size=shard_size, cp_rank=shard_rank))
+        return cast(
+            "KVLayoutStrategy[Any]", self.broken(page_size=page_size, shard_size=shard_size, shard_rank=shard_rank)
+        )
 
 
 class _BaseFromRank(CpSharedLayout):
+    @override
     def chain_base(self, first_page: bytes, namespace: str) -> int:
         return (super().chain_base(first_page, namespace) + self.lane) % self.lane_count
 
 
 class _DemandOfThisRankOnly(CpSharedLayout):
+    @override
     def plan_backup(self, slot_pages: PageArray) -> BackupPlan:
         plan = super().plan_backup(slot_pages)
         mine = tuple(pages if lane == self.lane else 0 for lane, pages in enumerate(plan.demand_pages))
@@ -56,12 +62,14 @@ class _DemandOfThisRankOnly(CpSharedLayout):
 
 
 class _DealsTwoByTwo(CpSharedLayout):
+    @override
     def extend_lanes(self, base: int, first_page: int, pages: int) -> LaneArray:
         lanes = (base + np.arange(first_page, first_page + pages) // 2) % self.lane_count
         return lanes.astype(np.int16)
 
 
 class _ReservedPagesAccepted(CpSharedLayout):
+    @override
     def plan_backup(self, slot_pages: PageArray) -> BackupPlan:
         lanes = self.lanes_of(slot_pages)
         return BackupPlan(
@@ -73,20 +81,23 @@ class _ReservedPagesAccepted(CpSharedLayout):
 
 
 class _LoadIgnoresOwners(CpSharedLayout):
+    @override
     def plan_load(self, parts: Sequence[CpHiCacheNodeMetadata], slot_pages: PageArray) -> LoadPlan:
         self.geometry.check_slot_pages(slot_pages)
-        whole = self.concat(parts)
-        mine = slot_pages[whole.lanes == self.lane] if len(slot_pages) == len(whole.lanes) else whole.host_pages
+        lanes = self.load_lanes(parts)
+        host_pages = np.concatenate([part.host_pages for part in parts])
+        mine = slot_pages[lanes == self.lane] if len(slot_pages) == len(lanes) else host_pages
         return LoadPlan(
             page_size=self.page_size,
-            node_pages=tuple(len(part.lanes) for part in parts),
+            logical_pages=len(lanes),
             copies=CopyPlan.from_pages(
-                page_size=self.page_size, host_pages=whole.host_pages, device_pages=self.geometry.row_pages(mine)
+                page_size=self.page_size, host_pages=host_pages, device_pages=self.geometry.row_pages(mine)
             ),
         )
 
 
 class _LoadReversesItsHostPages(CpSharedLayout):
+    @override
     def plan_load(self, parts: Sequence[CpHiCacheNodeMetadata], slot_pages: PageArray) -> LoadPlan:
         plan = super().plan_load(parts, slot_pages)
         copies = CopyPlan.from_pages(
@@ -98,49 +109,65 @@ class _LoadReversesItsHostPages(CpSharedLayout):
 
 
 class _ChainRestartsAtEveryNode(CpSharedLayout):
+    @override
     def extend_lanes(self, base: int, first_page: int, pages: int) -> LaneArray:
         return super().extend_lanes(base, 0, pages)
 
 
-class _ConcatReversed(CpSharedLayout):
-    def concat(self, parts: Sequence[CpHiCacheNodeMetadata]) -> CpHiCacheNodeMetadata:
-        return super().concat(parts[::-1])
+class _OtherMetadata(CpSharedLayout):
+    """Nodes get metadata of the class `kind`, whose `split` is wrong."""
+
+    kind: type[CpHiCacheNodeMetadata]
+
+    @override
+    def finish_backup(self, plan: BackupPlan, host_pages: PageArray) -> CpHiCacheNodeMetadata:
+        right = super().finish_backup(plan, host_pages)
+        return self.kind(**{field.name: getattr(right, field.name) for field in fields(right) if field.init})
 
 
-class _SplitKeepsViews(CpSharedLayout):
-    def split(
-        self, metadata: CpHiCacheNodeMetadata, split_len: int
-    ) -> tuple[CpHiCacheNodeMetadata, CpHiCacheNodeMetadata]:
-        first, second = metadata.split(split_len)
-        pages, owned = len(first.lanes), len(first.host_pages)
-        return (
-            replace(first, lanes=metadata.lanes[:pages], host_pages=metadata.host_pages[:owned]),
-            replace(second, lanes=metadata.lanes[pages:], host_pages=metadata.host_pages[owned:]),
-        )
+class _SplitSwapsHalves(_OtherMetadata):
+    class kind(CpHiCacheNodeMetadata):
+        @override
+        def split(self, split_len: int) -> tuple[CpHiCacheNodeMetadata, CpHiCacheNodeMetadata]:
+            first, second = super().split(split_len)
+            return second, first
 
 
-class _SplitHostPagesByLogicalPages(CpSharedLayout):
+class _SplitKeepsViews(_OtherMetadata):
+    class kind(CpHiCacheNodeMetadata):
+        @override
+        def split(self, split_len: int) -> tuple[CpHiCacheNodeMetadata, CpHiCacheNodeMetadata]:
+            first, second = super().split(split_len)
+            pages, owned = len(first.lanes), len(first.host_pages)
+            return (
+                replace(first, lanes=self.lanes[:pages], host_pages=self.host_pages[:owned]),
+                replace(second, lanes=self.lanes[pages:], host_pages=self.host_pages[owned:]),
+            )
+
+
+class _SplitHostPagesByLogicalPages(_OtherMetadata):
     """The fault that the design warns of: slicing the first pages of the host pages, not the owned ones."""
 
-    def split(
-        self, metadata: CpHiCacheNodeMetadata, split_len: int
-    ) -> tuple[CpHiCacheNodeMetadata, CpHiCacheNodeMetadata]:
-        first, second = metadata.split(split_len)
-        if len(first.host_pages) and len(second.host_pages):
-            pool = np.concatenate([second.host_pages, first.host_pages])
-            first = replace(first, host_pages=pool[: len(first.host_pages)].copy())
-            second = replace(second, host_pages=pool[len(first.host_pages) :].copy())
-        return first, second
+    class kind(CpHiCacheNodeMetadata):
+        @override
+        def split(self, split_len: int) -> tuple[CpHiCacheNodeMetadata, CpHiCacheNodeMetadata]:
+            first, second = super().split(split_len)
+            if len(first.host_pages) and len(second.host_pages):
+                pool = np.concatenate([second.host_pages, first.host_pages])
+                first = replace(first, host_pages=pool[: len(first.host_pages)].copy())
+                second = replace(second, host_pages=pool[len(first.host_pages) :].copy())
+            return first, second
 
 
-class _SplitRoundsDown(CpSharedLayout):
-    def split(
-        self, metadata: CpHiCacheNodeMetadata, split_len: int
-    ) -> tuple[CpHiCacheNodeMetadata, CpHiCacheNodeMetadata]:
-        return metadata.split(split_len // self.page_size * self.page_size)
+class _SplitRoundsDown(_OtherMetadata):
+    class kind(CpHiCacheNodeMetadata):
+        @override
+        def split(self, split_len: int) -> tuple[CpHiCacheNodeMetadata, CpHiCacheNodeMetadata]:
+            return super().split(split_len // self.page_size * self.page_size)
 
 
 class _LogicalCapacityOfOneRank(CpSharedLayout):
+    @override
     def logical_tokens(self, physical_tokens: int) -> int:
         return physical_tokens
 
@@ -148,41 +175,44 @@ class _LogicalCapacityOfOneRank(CpSharedLayout):
 class _TwoCopies(CpSharedLayout):
     """Each page on two ranks: the ranks agree, and every copy is right."""
 
-    def __init__(self, *, page_size: int, cp_size: int, cp_rank: int) -> None:
-        lanes = (cp_size + 1) // 2
-        super().__init__(page_size=page_size, cp_size=lanes, cp_rank=cp_rank % lanes)
+    def __init__(self, *, page_size: int, shard_size: int, shard_rank: int) -> None:
+        lanes = (shard_size + 1) // 2
+        super().__init__(page_size=page_size, shard_size=lanes, shard_rank=shard_rank % lanes)
 
 
 class _ALaneThatNobodyServes(CpSharedLayout):
-    def __init__(self, *, page_size: int, cp_size: int, cp_rank: int) -> None:
-        super().__init__(page_size=page_size, cp_size=cp_size + 1, cp_rank=cp_rank)
+    def __init__(self, *, page_size: int, shard_size: int, shard_rank: int) -> None:
+        super().__init__(page_size=page_size, shard_size=shard_size + 1, shard_rank=shard_rank)
 
 
 class _TwoRanksHaveTheLastLane(CpSharedLayout):
-    def __init__(self, *, page_size: int, cp_size: int, cp_rank: int) -> None:
-        super().__init__(page_size=page_size, cp_size=cp_size, cp_rank=max(cp_rank, min(1, cp_size - 1)))
+    def __init__(self, *, page_size: int, shard_size: int, shard_rank: int) -> None:
+        super().__init__(page_size=page_size, shard_size=shard_size, shard_rank=max(shard_rank, min(1, shard_size - 1)))
 
 
 class _RanksInReverse(CpSharedLayout):
     """Allowed: each rank has a lane of its own, whichever that is."""
 
-    def __init__(self, *, page_size: int, cp_size: int, cp_rank: int) -> None:
-        super().__init__(page_size=page_size, cp_size=cp_size, cp_rank=cp_size - 1 - cp_rank)
+    def __init__(self, *, page_size: int, shard_size: int, shard_rank: int) -> None:
+        super().__init__(page_size=page_size, shard_size=shard_size, shard_rank=shard_size - 1 - shard_rank)
 
 
 class _RowsOfTheNextRank(CpSharedLayout):
     """`lanes_of` and plans say one owner, `local_rows` another."""
 
+    @override
     def local_rows(self, slots: torch.Tensor) -> torch.Tensor:
         return super().local_rows(slots + self.page_size)
 
 
 class _RowsOfEveryRank(CpSharedLayout):
+    @override
     def local_rows(self, slots: torch.Tensor) -> torch.Tensor:
         return self.geometry.logical_locs_to_physical(slots)
 
 
 class _EveryRankTakesEverything(CpSharedLayout):
+    @override
     def plan_backup(self, slot_pages: PageArray) -> BackupPlan:
         return replace(super().plan_backup(slot_pages), device_pages=self.geometry.row_pages(slot_pages))
 
@@ -199,8 +229,8 @@ class _EveryRankTakesEverything(CpSharedLayout):
         (_LoadReversesItsHostPages, "test_bytes_come_back_at_the_same_positions"),
         (_DealsTwoByTwo, "test_a_strategy_that_says_so_deals_pages_in_turn"),
         (_ChainRestartsAtEveryNode, "test_lanes_of_a_chain_start_at_its_base_and_can_be_computed_piece_by_piece"),
-        (_ConcatReversed, "test_split_and_concat_are_inverse"),
-        (_ConcatReversed, "test_bytes_come_back_at_the_same_positions"),
+        (_SplitHostPagesByLogicalPages, "test_the_parts_of_a_node_are_what_backups_of_the_parts_would_be"),
+        (_SplitSwapsHalves, "test_bytes_come_back_at_the_same_positions"),
         (_SplitKeepsViews, "test_metadata_keeps_no_other_memory_alive"),
         (_SplitHostPagesByLogicalPages, "test_the_halves_of_every_split_have_the_right_lengths_and_host_pages"),
         (_SplitHostPagesByLogicalPages, "test_bytes_come_back_at_the_same_positions"),
@@ -234,31 +264,34 @@ def test_ranks_in_another_order_have_a_lane_each_all_the_same() -> None:
 
 @pytest.mark.parametrize("broken", [_TwoCopies, _ALaneThatNobodyServes, _TwoRanksHaveTheLastLane, _RowsOfTheNextRank])
 def test_what_is_noticed_is_refused_at_start_in_one_line(broken: type[CpSharedLayout]) -> None:
-    ranks = [broken(page_size=4, cp_size=4, cp_rank=rank) for rank in range(4)]
+    ranks = [broken(page_size=4, shard_size=4, shard_rank=rank) for rank in range(4)]
     with pytest.raises(LayoutConfigError, match=r"^--kv-layout-strategy cp_shared: rank.*; accepted: [^\n]*$"):
         refuse_shared_owners(ranks)
 
 
 def test_every_rank_order_and_identity_are_accepted_at_start() -> None:
     for cls in (CpSharedLayout, _RanksInReverse):
-        refuse_shared_owners([cls(page_size=4, cp_size=4, cp_rank=rank) for rank in range(4)])
+        refuse_shared_owners([cls(page_size=4, shard_size=4, shard_rank=rank) for rank in range(4)])
     refuse_shared_owners([IdentityLayout(page_size=4)] * 4)
 
 
 def test_a_strategy_that_raises_when_asked_is_refused_by_name() -> None:
     class Raises(CpSharedLayout):
+        @override
         def lanes_of(self, slot_pages: PageArray) -> LaneArray:
             raise ZeroDivisionError("two\nlines")
 
     with pytest.raises(LayoutConfigError, match=r"cp_shared: ZeroDivisionError when asked .*: two lines; accepted"):
-        refuse_shared_owners([Raises(page_size=4, cp_size=2, cp_rank=rank) for rank in range(2)])
+        refuse_shared_owners([Raises(page_size=4, shard_size=2, shard_rank=rank) for rank in range(2)])
 
 
 def test_a_mapping_that_is_consistently_another_one_is_noticed_if_homes_are_stated() -> None:
     class Shifted(CpSharedLayout):
+        @override
         def lanes_of(self, slot_pages: PageArray) -> LaneArray:
             return super().lanes_of(slot_pages + 1)
 
+        @override
         def plan_backup(self, slot_pages: PageArray) -> BackupPlan:
             if int(slot_pages.min(initial=self.lane_count)) < self.lane_count:
                 raise LayoutConfigError("reserved")
@@ -267,6 +300,7 @@ def test_a_mapping_that_is_consistently_another_one_is_noticed_if_homes_are_stat
     class Stated(_Binding):
         broken = Shifted
 
+        @override
         def stated_home(self, slot_page: int, shard_size: int) -> tuple[int, int]:
             return slot_page % shard_size, slot_page // shard_size
 
@@ -289,16 +323,16 @@ class _MetadataWithANewField(CpHiCacheNodeMetadata):
             hit_count=hit_count,
         )
 
+    @override
+    def split(self, split_len: int) -> tuple[_MetadataWithANewField, _MetadataWithANewField]:
+        first, second = CpHiCacheNodeMetadata.split(self, split_len)
+        return self.extend(first, 0), self.extend(second, 0)
+
 
 class _CountsHitsButForgetsThemOnSplit(CpSharedLayout):
+    @override
     def finish_backup(self, plan: BackupPlan, host_pages: PageArray) -> _MetadataWithANewField:
         return _MetadataWithANewField.extend(super().finish_backup(plan, host_pages), hit_count=3)
-
-    def split(
-        self, metadata: CpHiCacheNodeMetadata, split_len: int
-    ) -> tuple[_MetadataWithANewField, _MetadataWithANewField]:
-        first, second = metadata.split(split_len)
-        return _MetadataWithANewField.extend(first, 0), _MetadataWithANewField.extend(second, 0)
 
 
 def test_a_metadata_field_without_a_split_rule_is_noticed() -> None:

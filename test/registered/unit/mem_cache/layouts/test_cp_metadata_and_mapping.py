@@ -49,7 +49,7 @@ def _nodes(draw: st.DrawFn) -> tuple[CpSharedLayout, torch.Tensor]:
     """A rank's strategy and a node's slots: any pages in any order."""
     page_size = draw(st.sampled_from([1, 16, 64]))
     cp_size = draw(st.integers(1, 16))
-    layout = CpSharedLayout(page_size=page_size, cp_size=cp_size, cp_rank=draw(st.integers(0, cp_size - 1)))
+    layout = CpSharedLayout(page_size=page_size, shard_size=cp_size, shard_rank=draw(st.integers(0, cp_size - 1)))
     pages = draw(st.lists(st.integers(cp_size, 20 * cp_size), min_size=1, max_size=40, unique=True))
     return layout, tokens_of_pages(page_array(pages), page_size)
 
@@ -81,8 +81,8 @@ class TestMetadataSplit:
     def test_a_split_of_a_node_that_this_rank_owns_nothing_of_keeps_the_lengths(self) -> None:
         parent, child = _make_metadata([1, 1, 1], []).split(PAGE)
         assert (parent.logical_len, child.logical_len) == (4, 8)
-        assert parent.pages_per_rank == (0, 1)
-        assert child.pages_per_rank == (0, 2)
+        assert parent.pages_per_lane == (0, 1)
+        assert child.pages_per_lane == (0, 2)
         for half in (parent, child):
             assert half.owned_positions.numel() == half.host_indices.numel() == 0
 
@@ -166,7 +166,7 @@ class TestWriteMapping:
         assert torch.equal(metadata.owned_positions, mask.nonzero(as_tuple=True)[0])
 
     def test_a_node_without_owned_pages_gives_metadata_without_host_pages(self) -> None:
-        layout = CpSharedLayout(page_size=PAGE, cp_size=3, cp_rank=2)
+        layout = CpSharedLayout(page_size=PAGE, shard_size=3, shard_rank=2)
         plan, metadata = _back_up(tokens_of_pages(page_array([3, 4, 6]), PAGE), layout, 5)
         assert plan.owned_pages == 0
         assert plan.demand_pages == (2, 1, 0)
@@ -176,7 +176,7 @@ class TestWriteMapping:
     def test_a_node_without_owned_pages_still_makes_a_plan_of_its_full_logical_length_with_nothing_to_copy(
         self,
     ) -> None:
-        layout = CpSharedLayout(page_size=PAGE, cp_size=3, cp_rank=2)
+        layout = CpSharedLayout(page_size=PAGE, shard_size=3, shard_rank=2)
         plan, metadata = _back_up(tokens_of_pages(page_array([3, 4, 6]), PAGE), layout, 5)
         copies = plan.bind(metadata.host_pages)
         assert plan.logical_tokens == 12
@@ -185,7 +185,7 @@ class TestWriteMapping:
 
     def test_with_more_ranks_than_pages_each_page_has_one_owner_and_the_others_have_none(self) -> None:
         slots = tokens_of_pages(page_array([21, 18]), PAGE)
-        plans = [_back_up(slots, CpSharedLayout(page_size=PAGE, cp_size=16, cp_rank=r), 0)[0] for r in range(16)]
+        plans = [_back_up(slots, CpSharedLayout(page_size=PAGE, shard_size=16, shard_rank=r), 0)[0] for r in range(16)]
         assert {rank: plan.device_pages.tolist() for rank, plan in enumerate(plans) if plan.owned_pages} == {
             2: [1],
             5: [1],
@@ -225,22 +225,22 @@ class TestLoadMapping:
         assert torch.equal(tokens_of_pages(plan.copies.device_pages(), layout.page_size), torch.cat(rows))
         assert torch.equal(tokens_of_pages(plan.copies.host_pages(), layout.page_size), torch.cat(host_indices))
         assert plan.logical_tokens == len(slots)
-        assert plan.node_pages == tuple(part.logical_len // layout.page_size for part in nodes)
+        assert plan.logical_pages == sum(part.logical_len // layout.page_size for part in nodes)
 
     def test_metadata_without_owned_pages_copies_nothing_but_covers_its_full_logical_length(self) -> None:
-        layout = CpSharedLayout(page_size=PAGE, cp_size=3, cp_rank=2)
+        layout = CpSharedLayout(page_size=PAGE, shard_size=3, shard_rank=2)
         metadata = _back_up(tokens_of_pages(page_array([3, 4, 6]), PAGE), layout, 5)[1]
         assert layout.load_lanes([metadata]).tolist() == [0, 1, 0]
         plan = layout.plan_load([metadata], page_array([9, 13, 12]))
         assert plan.logical_tokens == 12
-        assert plan.node_pages == (3,)
+        assert plan.logical_pages == 3
         assert plan.copies.pages == 0
         assert list(plan.copies.runs()) == []
 
     def test_a_load_of_nodes_with_and_without_owned_pages_copies_those_of_the_first(self) -> None:
-        layout = CpSharedLayout(page_size=PAGE, cp_size=3, cp_rank=2)
+        layout = CpSharedLayout(page_size=PAGE, shard_size=3, shard_rank=2)
         without = _back_up(tokens_of_pages(page_array([3, 4]), PAGE), layout, 5)[1]
         owned = _back_up(tokens_of_pages(page_array([5]), PAGE), layout, 5)[1]
         plan = layout.plan_load([without, owned], page_array([6, 7, 17]))
-        assert plan.node_pages == (2, 1)
+        assert plan.logical_pages == 3
         assert [(run.host_page, run.device_page, run.pages) for run in plan.copies.runs()] == [(5, 5, 1)]

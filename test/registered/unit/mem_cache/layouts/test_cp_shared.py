@@ -20,6 +20,7 @@ from sglang.srt.mem_cache.layouts import (
     cp_shared,
 )
 from sglang.srt.mem_cache.layouts.pages import page_array
+from sglang.srt.mem_cache.layouts.testing_metadata import stored_arrays
 
 register_cpu_ci(est_time=5, suite="base-a-test-cpu")
 
@@ -31,7 +32,7 @@ HOST_PAGES = ([17], [40, 41], [8, 3])
 
 
 def _make_layout(rank: int, cp_size: int = 3, page_size: int = 2) -> CpSharedLayout:
-    return CpSharedLayout(page_size=page_size, cp_size=cp_size, cp_rank=rank)
+    return CpSharedLayout(page_size=page_size, shard_size=cp_size, shard_rank=rank)
 
 
 def _make_node(rank: int) -> CpHiCacheNodeMetadata:
@@ -81,12 +82,13 @@ def test_metadata_names_the_owned_tokens_and_their_host_slots(
     assert node.logical_len == 10
     assert node.owned_positions.tolist() == positions
     assert node.host_indices.tolist() == host_indices
-    assert node.pages_per_rank == (1, 2, 2)
+    assert node.pages_per_lane == (1, 2, 2)
     assert node.legacy_host_value is None
 
 
 def test_metadata_costs_two_bytes_a_page_and_eight_an_owned_page() -> None:
-    assert [_make_node(rank).nbytes for rank in range(3)] == [10 + 8, 10 + 16, 10 + 16]
+    arrays = [stored_arrays(_make_node(rank)) for rank in range(3)]
+    assert [sum(array.nbytes for array in stored) for stored in arrays] == [10 + 8, 10 + 16, 10 + 16]
 
 
 @pytest.mark.parametrize(
@@ -100,7 +102,7 @@ def test_a_load_copies_to_the_rows_of_new_slots_in_the_same_lanes(
     first, second = _make_node(rank).split(4)
     assert layout.load_lanes([first, second]).tolist() == LANES
     plan = layout.plan_load([first, second], page_array([10, 14, 9, 4, 11]))
-    assert plan.node_pages == (2, 3)
+    assert plan.logical_pages == 5
     assert plan.logical_tokens == 10
     assert plan.copies.host_pages().tolist() == host_pages
     assert plan.copies.device_pages().tolist() == row_pages
@@ -195,4 +197,4 @@ def test_any_prefix_is_spread_to_within_one_page(cp_size: int, data: st.DataObje
 )
 def test_an_impossible_group_names_the_value_and_the_range(cp_size: int, cp_rank: int, message: str) -> None:
     with pytest.raises(LayoutConfigError, match=re.escape(message)):
-        CpSharedLayout(page_size=16, cp_size=cp_size, cp_rank=cp_rank)
+        CpSharedLayout(page_size=16, shard_size=cp_size, shard_rank=cp_rank)

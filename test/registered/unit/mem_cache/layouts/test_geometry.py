@@ -98,13 +98,13 @@ def test_page_arithmetic_agrees_with_token_arithmetic(page_size: int, cp_size: i
     assert (layout.row_pages(pages) * page_size).tolist() == layout.logical_locs_to_physical(firsts).tolist()
     for owner in range(cp_size):
         mine = pages[layout.page_owners(pages) == owner]
-        assert layout.slot_pages(layout.row_pages(mine), owner).tolist() == mine.tolist()
+        assert layout.pages_of_rows(layout.row_pages(mine), owner).tolist() == mine.tolist()
 
 
 @given(page_size=PAGE_SIZES, cp_size=CP_SIZES)
 def test_the_reserved_pages_are_row_page_zero_of_each_rank(page_size: int, cp_size: int) -> None:
     layout = CpSharedKVLayout(page_size=page_size, cp_size=cp_size)
-    padding = {int(layout.slot_pages(np.zeros(1, dtype=np.int64), owner)[0]) for owner in range(cp_size)}
+    padding = {int(layout.pages_of_rows(np.zeros(1, dtype=np.int64), owner)[0]) for owner in range(cp_size)}
     assert padding == set(range(layout.reserved_pages))
     assert layout.reserved_slots == layout.reserved_pages * page_size
     layout.check_slot_pages(np.array([layout.reserved_pages, 10_000]))
@@ -167,7 +167,7 @@ def test_an_owner_outside_the_group_names_the_value_and_the_range(owner: int) ->
     with pytest.raises(ValueError, match=message):
         layout.physical_to_logical(torch.arange(4), owner)
     with pytest.raises(ValueError, match=message):
-        layout.slot_pages(np.arange(4), owner)
+        layout.pages_of_rows(np.arange(4), owner)
 
 
 def test_the_largest_group_keeps_every_owner_in_an_int16() -> None:

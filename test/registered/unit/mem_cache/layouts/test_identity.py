@@ -10,6 +10,7 @@ from sglang.test.ci.ci_register import register_cpu_ci
 
 from sglang.srt.mem_cache.layouts import CopyPlan, IdentityLayout, LayoutConfigError, LayoutInvariantError
 from sglang.srt.mem_cache.layouts.pages import page_array
+from sglang.srt.mem_cache.layouts.testing_metadata import stored_arrays
 
 register_cpu_ci(est_time=5, suite="base-a-test-cpu")
 
@@ -30,14 +31,14 @@ def test_metadata_keeps_the_legacy_meaning_one_host_index_a_token() -> None:
     node = layout.finish_backup(layout.plan_backup(page_array([5, 6])), page_array([9, 4]))
     assert node.logical_len == 4
     assert node.legacy_host_value.tolist() == [18, 19, 8, 9]
-    assert node.pages_per_rank == (2,)
-    assert node.nbytes == 16
+    assert node.pages_per_lane == (2,)
+    assert sum(array.nbytes for array in stored_arrays(node)) == 16
 
 
 def test_a_split_slices_the_host_pages() -> None:
     layout = IdentityLayout(page_size=2)
     node = layout.finish_backup(layout.plan_backup(page_array([5, 6, 7])), page_array([9, 4, 1]))
-    first, second = layout.split(node, 2)
+    first, second = node.split(2)
     assert first.host_pages.tolist() == [9]
     assert second.host_pages.tolist() == [4, 1]
     empty, all_of_it = node.split(0)
@@ -52,7 +53,7 @@ def test_a_load_of_two_nodes_copies_to_the_new_pages_in_order() -> None:
     two = layout.finish_backup(layout.plan_backup(page_array([6, 7])), page_array([31, 2]))
     assert layout.load_lanes([one, two]).tolist() == [0, 0, 0]
     plan = layout.plan_load([one, two], page_array([11, 12, 13]))
-    assert plan.node_pages == (1, 2)
+    assert plan.logical_pages == 3
     assert plan.logical_tokens == 12
     assert [(run.host_page, run.device_page, run.pages) for run in plan.copies.runs()] == [(30, 11, 2), (2, 13, 1)]
 

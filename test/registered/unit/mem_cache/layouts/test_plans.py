@@ -130,7 +130,7 @@ def test_a_backup_plan_binds_host_pages_in_node_order() -> None:
 
 
 def test_a_load_plan_counts_the_tokens_of_every_node() -> None:
-    plan = LoadPlan(page_size=16, node_pages=(3, 0, 2), copies=_make_copy_plan([], [], page_size=16))
+    plan = LoadPlan(page_size=16, logical_pages=5, copies=_make_copy_plan([], [], page_size=16))
     assert plan.logical_tokens == 80
 
 
@@ -150,13 +150,13 @@ def test_plans_compare_by_content() -> None:
     assert _make_backup_plan([6, 9]) != dataclasses.replace(_make_backup_plan([6, 9]), demand_pages=(1, 2))
     assert _make_backup_plan([6, 9]) != dataclasses.replace(_make_backup_plan([6, 9]), page_size=8)
     assert _make_backup_plan([6, 9]) != "a plan"
-    load = LoadPlan(page_size=4, node_pages=(2,), copies=_make_copy_plan([1, 2], [3, 4]))
-    assert load == LoadPlan(page_size=4, node_pages=(2,), copies=_make_copy_plan([1, 2], [3, 4]))
-    assert load != LoadPlan(page_size=4, node_pages=(2,), copies=_make_copy_plan([1, 2], [3, 5]))
+    load = LoadPlan(page_size=4, logical_pages=2, copies=_make_copy_plan([1, 2], [3, 4]))
+    assert load == LoadPlan(page_size=4, logical_pages=2, copies=_make_copy_plan([1, 2], [3, 4]))
+    assert load != LoadPlan(page_size=4, logical_pages=2, copies=_make_copy_plan([1, 2], [3, 5]))
 
 
 def test_plans_are_no_dictionary_keys() -> None:
-    load = LoadPlan(page_size=4, node_pages=(0,), copies=_make_copy_plan([], []))
+    load = LoadPlan(page_size=4, logical_pages=0, copies=_make_copy_plan([], []))
     for plan in (_make_copy_plan([], []), _make_backup_plan([6, 9]), load):
         with pytest.raises(TypeError, match="unhashable"):
             hash(plan)
@@ -166,8 +166,8 @@ def test_plans_print_what_they_copy() -> None:
     plan = _make_copy_plan([7, 8, 4], [20, 21, 30])
     text = "CopyPlan(page_size=4, pages=3, runs=[host 7 <-> device 20 x2, host 4 <-> device 30 x1])"
     assert repr(plan) == text
-    assert repr(LoadPlan(page_size=4, node_pages=(3,), copies=plan)) == (
-        f"LoadPlan(page_size=4, node_pages=(3,), copies={text})"
+    assert repr(LoadPlan(page_size=4, logical_pages=3, copies=plan)) == (
+        f"LoadPlan(page_size=4, logical_pages=3, copies={text})"
     )
     assert "demand_pages=(2, 1), device_pages=array([6, 9])" in repr(_make_backup_plan([6, 9]))
 

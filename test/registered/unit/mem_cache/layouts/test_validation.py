@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 register_cpu_ci(est_time=5, suite="base-a-test-cpu")
 
 IDENTITY = IdentityLayout(page_size=64)
-CP_SHARED = CpSharedLayout(page_size=64, cp_size=4, cp_rank=1)
+CP_SHARED = CpSharedLayout(page_size=64, shard_size=4, shard_rank=1)
 BOTH = pytest.mark.parametrize("layout", [IDENTITY, CP_SHARED], ids=["identity", "cp_shared"])
 
 
@@ -35,8 +35,8 @@ def _make_environment(layout: IdentityLayout | CpSharedLayout, **changes: Any) -
         page_size=64,
         allocator_lanes=layout.lane_count,
         group_kind=GroupKind.ATTENTION_CP,
-        group_size=4,
-        group_rank=1,
+        shard_size=4,
+        shard_rank=1,
     )
     return dataclasses.replace(fitting, **changes)
 
@@ -101,8 +101,8 @@ def test_mha_under_attention_tp_is_refused_because_every_rank_holds_other_heads(
         (IDENTITY, {"page_size": 16}, "was built for page size 64, but here it is 16; accepted: 64"),
         (IDENTITY, {"allocator_lanes": 4}, "built for allocator lanes 1, but here it is 4"),
         (CP_SHARED, {"page_size": 16}, "was built for page size 64, but here it is 16; accepted: 64"),
-        (CP_SHARED, {"group_size": 8}, "built for shard group size 4, but here it is 8"),
-        (CP_SHARED, {"group_rank": 2}, "built for shard group rank 1, but here it is 2"),
+        (CP_SHARED, {"shard_size": 8}, "built for shard group size 4, but here it is 8"),
+        (CP_SHARED, {"shard_rank": 2}, "built for shard group rank 1, but here it is 2"),
         (CP_SHARED, {"allocator_lanes": 1}, "built for allocator lanes 4, but here it is 1"),
     ],
 )
@@ -114,4 +114,4 @@ def test_a_size_that_differs_is_refused_with_both_numbers(
 
 def test_identity_works_in_a_group_of_any_size() -> None:
     for kind, size in ((GroupKind.SINGLE, 1), (GroupKind.ATTENTION_TP, 8)):
-        IDENTITY.validate(_make_environment(IDENTITY, group_kind=kind, group_size=size, group_rank=size - 1))
+        IDENTITY.validate(_make_environment(IDENTITY, group_kind=kind, shard_size=size, shard_rank=size - 1))

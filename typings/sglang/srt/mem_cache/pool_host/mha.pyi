@@ -1,3 +1,4 @@
+import torch
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.pool_host.base import HostKVCache
 from sglang_releases import SINCE_0_5_23
@@ -18,6 +19,7 @@ class MHATokenToKVPoolHost(HostKVCache):
             device_capacity_tokens: int,
             start_layer: int,
             end_layer: int,
+            write_back_staging: tuple[torch.Tensor, torch.Tensor] | None = None,
         ) -> None: ...
     else:
         def __init__(

@@ -25,7 +25,7 @@ def tree_digest(cache: HiRadixCache[Any]) -> int:
             node.key.cache_salt,
             len(node.key),
             node.value is not None,
-            None if metadata is None else (metadata.logical_len, metadata.pages_per_rank),
+            None if metadata is None else (metadata.logical_len, metadata.pages_per_lane),
             node.lock_ref,
             node.host_ref_counter,
             node.hit_count,

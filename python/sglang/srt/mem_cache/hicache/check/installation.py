@@ -10,6 +10,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from typing_extensions import override
+
 from sglang.srt.mem_cache.layouts.errors import LayoutConfigError
 from sglang.srt.mem_cache.layouts.registry import known_layouts
 
@@ -32,6 +34,7 @@ class CheckLine:
     found: str
     mend: str = ""
 
+    @override
     def __str__(self) -> str:
         mend = f"; {self.mend}" if self.mend else ""
         return f"{'ok    ' if self.passed else 'FAILED'}  {self.name}: {self.found}{mend}"
@@ -83,6 +86,7 @@ def _hooks() -> CheckLine:
 
     from ..server.hooks import refuse_missing_hooks
     from ..server.plugin import HOOKS
+    from .hooked import misfits
 
     load_plugins()
     try:
@@ -90,7 +94,11 @@ def _hooks() -> CheckLine:
     except LayoutConfigError as error:
         found, _, mend = str(error).partition("; ")
         return _failed("hooks", found, mend)
-    return _ok("hooks", f"{len(HOOKS)} applied")
+    unfit = list(misfits(HOOKS))
+    if unfit:
+        found = f"do not take what SGLang passes: {'; '.join(unfit)}"
+        return _failed("hooks", found, "install a supported release of SGLang")
+    return _ok("hooks", f"{len(HOOKS)} applied, which take what SGLang passes")
 
 
 def _platform() -> CheckLine:

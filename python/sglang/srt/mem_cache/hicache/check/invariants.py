@@ -71,13 +71,13 @@ def _host_pages(cache: HiRadixCache[Any], nodes: list[LayoutTreeNode[Any]]) -> I
         yield f"host pages are held by two nodes: {_repeated(own)}"
     booked = np.zeros(cache.layout.lane_count, dtype=np.int64)
     for part in metadata:
-        booked += part.pages_per_rank
+        booked += part.pages_per_lane
     yield from _differ("host pages in use by lane", controller.ledger.used_pages, tuple(booked.tolist()))
     yield from _differ("host pages of this rank's lane", len(own), int(booked[cache.layout.lane]))
     unheld = np.zeros(cache.layout.lane_count, dtype=np.int64)
     for node in nodes:
         if node.metadata is not None and node.host_ref_counter == 0:
-            unheld += node.metadata.pages_per_rank
+            unheld += node.metadata.pages_per_lane
     yield from _differ(
         "host pages that can be given up by lane", cache.parts.accounting.host_copies.lane_pages, unheld.tolist()
     )

@@ -27,6 +27,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
 
+from typing_extensions import override
+
 from sglang.srt.mem_cache.layouts.errors import LayoutConfigError
 
 from ..releases import declares_something, stub_for
@@ -49,6 +51,7 @@ class SignatureMismatch:
     symbol: str
     difference: str
 
+    @override
     def __str__(self) -> str:
         return (
             f"{self.module}: {self.symbol}: {self.difference}" if self.symbol else f"{self.module}: {self.difference}"

@@ -20,6 +20,7 @@ from sglang.srt.mem_cache.pool_host import HostPoolGroup, PoolEntry
 
 from sglang.srt.mem_cache.layouts.pages import tokens_of_pages
 
+from ..seam.sglang import submit_load
 from ..settings import check_mem_layout
 
 if TYPE_CHECKING:
@@ -114,11 +115,12 @@ class HostTransfer:
         """Submit host to device, layer by layer; `producer` records an event after each layer."""
         if self._copier is not None:
             return self._copier.load(copies, self.engine, producer)
-        return self.engine.submit_host_to_device(
+        return submit_load(
+            self.engine,
             self._transfers(copies, to_host=False),
+            layers=self._layers,
             start_event=producer.start_event,
             on_layer_done=producer.complete,
-            layer_num=self._layers,
         )
 
     def _own_copier(self, device_pool: KVCache, io_backend: str) -> PageCopier | None:

@@ -12,7 +12,9 @@ import os
 
 from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
-from sglang.srt.platforms.interface import SRTPlatform
+from typing_extensions import override
+
+from ..seam.platforms import PoolClasses, PoolName
 
 PLATFORM_CLASS = f"{__name__}.HostCpuPlatform"
 
@@ -30,7 +32,7 @@ def activate() -> str | None:
     return PLATFORM_CLASS
 
 
-class HostCpuPlatform(CpuDeviceMixin, SRTPlatform):
+class HostCpuPlatform(CpuDeviceMixin, PoolClasses):
     """Plain torch in host memory."""
 
     _enum = PlatformEnum.OOT
@@ -41,42 +43,40 @@ class HostCpuPlatform(CpuDeviceMixin, SRTPlatform):
         """The one device, by name, as SGLang needs it to fill in a missing ``--device``."""
         return self.device_name
 
+    @override
     def is_pin_memory_available(self, device: object = None) -> bool:
         """There is nothing to pin memory for."""
         return False
 
+    @override
     def get_default_attention_backend(self) -> str:
         """The backend that is plain torch."""
         return "torch_native"
 
-    def get_mha_kv_pool_cls(self) -> type:
-        """SGLang's own: it runs on a CPU."""
-        from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+    @override
+    def pool_class(self, kind: PoolName) -> type:
+        """SGLang's own without Triton, which its pool of keys and values does not need."""
+        if kind == "mha":
+            from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
-        return MHATokenToKVPool
+            return MHATokenToKVPool
+        from .pools import CpuDSATokenToKVPool, CpuMLATokenToKVPool
 
-    def get_mla_kv_pool_cls(self) -> type:
-        """SGLang's without Triton."""
-        from .pools import CpuMLATokenToKVPool
+        return CpuMLATokenToKVPool if kind == "mla" else CpuDSATokenToKVPool
 
-        return CpuMLATokenToKVPool
-
-    def get_dsa_kv_pool_cls(self) -> type:
-        """SGLang's without Triton."""
-        from .pools import CpuDSATokenToKVPool
-
-        return CpuDSATokenToKVPool
-
+    @override
     def get_paged_allocator_cls(self) -> type:
         """SGLang's without Triton."""
         from .pools import CpuPagedTokenToKVPoolAllocator
 
         return CpuPagedTokenToKVPoolAllocator
 
+    @override
     def get_graph_runner_cls(self) -> None:
         """There are no graphs to capture."""
         return
 
+    @override
     def get_dispatch_key_name(self) -> str:
         """Operators run their plain-torch version."""
         return "native"

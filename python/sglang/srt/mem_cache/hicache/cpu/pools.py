@@ -5,11 +5,12 @@ Each overrides the few methods that launch a GPU kernel, and does the same in pl
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator, alloc_extend_naive
 from sglang.srt.utils import get_num_new_pages
+from typing_extensions import override
 
 from ..device.shared_pools import INDEX, LayoutDSATokenToKVPool, LayoutIndexKeyCache, LayoutMLATokenToKVPool
 
@@ -21,44 +22,22 @@ if TYPE_CHECKING:
 class CpuMLATokenToKVPool(LayoutMLATokenToKVPool):
     """MLA pool in host memory.
 
-    `index_head_dim` is what SGLang passes to every out-of-tree pool; only None has a meaning here, anything else raises
-    `ValueError`.
+    `index_head_dim` is what some releases of SGLang pass to every out-of-tree pool; only None has a meaning here,
+    anything else raises `ValueError`.
     """
 
-    def __init__(
-        self,
-        size: int,
-        page_size: int,
-        dtype: torch.dtype,
-        kv_lora_rank: int,
-        qk_rope_head_dim: int,
-        layer_num: int,
-        device: str,
-        enable_memory_saver: bool,
-        start_layer: int | None = None,
-        end_layer: int | None = None,
-        index_head_dim: int | None = None,
-    ) -> None:
+    def __init__(self, *arguments: Any, index_head_dim: int | None = None, **named: Any) -> None:  # noqa: ANN401  # SGLang's
         if index_head_dim is not None:
             raise ValueError(f"an MLA pool has no index keys: index_head_dim must be None, got {index_head_dim}")
-        super().__init__(
-            size,
-            page_size,
-            dtype,
-            kv_lora_rank,
-            qk_rope_head_dim,
-            layer_num,
-            device,
-            enable_memory_saver,
-            start_layer,
-            end_layer,
-        )
+        super().__init__(*arguments, **named)
 
+    @override
     def _scatter_mla_rows(
         self, dst_buffer: torch.Tensor, loc: torch.Tensor, cache_k_nope: torch.Tensor, cache_k_rope: torch.Tensor
     ) -> None:
         _scatter_rows(dst_buffer, loc, cache_k_nope, cache_k_rope)
 
+    @override
     def get_mla_kv_buffer(
         self, layer: RadixAttention, loc: torch.Tensor, dst_dtype: torch.dtype | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -70,6 +49,7 @@ class CpuMLATokenToKVPool(LayoutMLATokenToKVPool):
 class CpuIndexKeyCache(LayoutIndexKeyCache):
     """Index keys in host memory: a page is ``page_size`` keys, then as many scales."""
 
+    @override
     def store_quantized(
         self, layer_id: int, loc: torch.Tensor, index_k: torch.Tensor, index_k_scale: torch.Tensor
     ) -> None:
@@ -89,9 +69,11 @@ class CpuIndexKeyCache(LayoutIndexKeyCache):
 class CpuDSATokenToKVPool(LayoutDSATokenToKVPool):
     """DSA pool in host memory. SGLang starts no DSA model on a CPU: for tests and replay."""
 
+    @override
     def _create_index_key_cache(self) -> IndexKeyCache:
         return CpuIndexKeyCache(self, self.index_buf_size)
 
+    @override
     def _scatter_mla_rows(
         self, dst_buffer: torch.Tensor, loc: torch.Tensor, cache_k_nope: torch.Tensor, cache_k_rope: torch.Tensor
     ) -> None:

@@ -73,7 +73,7 @@ def _store_rows(
     out_cache_loc: torch.Tensor | None,
 ) -> None:
     pool = get_token_to_kv_pool()
-    if not isinstance(pool, LayoutDSATokenToKVPool) or pool.access.lane_count == 1 or pool.writes_index_rows:
+    if not isinstance(pool, LayoutDSATokenToKVPool) or pool.writes_index_rows:
         store(out_cache_loc)
         return
     rows = pool.index_rows(forward_batch.out_cache_loc if out_cache_loc is None else out_cache_loc)

@@ -22,21 +22,18 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 import torch.distributed as dist
 
+from sglang.srt.mem_cache.layouts.errors import LayoutInvariantError
+
 from ..waits import GATHER, BoundedReduction
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from sglang.srt.mem_cache.layouts.protocol import ShardedPoolLayout
+    from sglang.srt.mem_cache.layouts.capabilities import ShardedPoolLayout
 
 
 class PageAccess(Protocol):
     """What a device pool needs to know to be read and written by slot."""
-
-    @property
-    def lane_count(self) -> int:
-        """Ranks that the pages are shared out over; 1 where this rank stores all of them."""
-        ...
 
     def rows(self, slots: torch.Tensor) -> torch.Tensor:
         """Rows to write `slots` to, same shape and device; rows of the padding page where others store them.
@@ -53,11 +50,19 @@ class PageAccess(Protocol):
         """`buffer`, or a tensor of its dtype and row shape, that can be indexed by slots (or slot pages)."""
         ...
 
-    def begin_batch(self, slot_pages: torch.Tensor | None) -> None:
-        """The forward pass that follows reads these logical pages; None stands for all.
+    def readable_rows(self, rows: int) -> int:
+        """Rows of what `readable` gives for a buffer of `rows`."""
+        ...
 
-        int64, shape ``[pages]``, on the device.
+    def begin_batch(self, ask_pages: Callable[[], torch.Tensor] | None) -> None:
+        """The forward pass that follows reads the logical pages that `ask_pages` gives; None stands for all.
+
+        int64, shape ``[pages]``, on the device. It is called at once, and only if somebody must gather them.
         """
+        ...
+
+    def refuse_slots_as_rows(self, method: str) -> None:
+        """`LayoutInvariantError` that names the pool's `method`, if what it takes for rows are not its slots."""
         ...
 
 
@@ -66,8 +71,6 @@ class WholePages:
 
     Shapes, units and errors are those of `PageAccess`.
     """
-
-    lane_count = 1
 
     def rows(self, slots: torch.Tensor) -> torch.Tensor:
         """The slots themselves."""
@@ -80,8 +83,15 @@ class WholePages:
         """The buffer itself."""
         return buffer
 
-    def begin_batch(self, slot_pages: torch.Tensor | None) -> None:
+    def readable_rows(self, rows: int) -> int:
+        """As many."""
+        return rows
+
+    def begin_batch(self, ask_pages: Callable[[], torch.Tensor] | None) -> None:
         """Every page is at hand."""
+
+    def refuse_slots_as_rows(self, method: str) -> None:
+        """A slot is its row."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -118,11 +128,6 @@ class SharedPages:
         self._filled: dict[str, int] = {}
         self.gathered_bytes = 0
 
-    @property
-    def lane_count(self) -> int:
-        """See `PageAccess.lane_count`."""
-        return self._lane_count
-
     def rows(self, slots: torch.Tensor) -> torch.Tensor:
         """See `PageAccess.rows`. All layers of a batch write to the same slots, so they are translated once."""
         if self._batch is None:
@@ -139,10 +144,14 @@ class SharedPages:
         if self._filled.get(kind) == layer_id:
             del self._filled[kind]
 
-    def begin_batch(self, slot_pages: torch.Tensor | None) -> None:
+    def readable_rows(self, rows: int) -> int:
+        """See `PageAccess.readable_rows`."""
+        return rows * self._lane_count
+
+    def begin_batch(self, ask_pages: Callable[[], torch.Tensor] | None) -> None:
         """See `PageAccess.begin_batch`."""
         self._begun = True
-        self._batch = None if slot_pages is None else self._where(slot_pages)
+        self._batch = None if ask_pages is None else self._where(ask_pages())
         self._written = None
         self._filled.clear()
 
@@ -159,8 +168,12 @@ class SharedPages:
             self._filled[kind] = layer_id
         return window
 
+    def refuse_slots_as_rows(self, method: str) -> None:
+        """See `PageAccess.refuse_slots_as_rows`."""
+        raise LayoutInvariantError(f"{method} takes slots for rows, but this rank stores 1 of {self._lane_count} pages")
+
     def _window(self, kind: str, buffer: torch.Tensor) -> torch.Tensor:
-        shape = (buffer.shape[0] * self._lane_count, *buffer.shape[1:])
+        shape = (self.readable_rows(buffer.shape[0]), *buffer.shape[1:])
         window = self._windows.get(kind)
         if window is None or window.shape != shape:
             window = self._windows[kind] = buffer.new_zeros(shape)

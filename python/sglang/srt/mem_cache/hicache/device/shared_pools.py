@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING
 
 from sglang.srt.mem_cache.index_key_cache import IndexKeyCache
 from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool, KVWriteLoc, MLATokenToKVPool, unwrap_write_loc
-
-from sglang.srt.mem_cache.layouts.errors import LayoutInvariantError
+from typing_extensions import override
 
 from .page_reader import PageAccess, WholePages
 
@@ -36,6 +35,7 @@ class LayoutMLATokenToKVPool(MLATokenToKVPool):
 
     access: PageAccess = WholePages()
 
+    @override
     def set_kv_buffer(
         self,
         layer: RadixAttention,
@@ -49,23 +49,29 @@ class LayoutMLATokenToKVPool(MLATokenToKVPool):
         super().set_kv_buffer(layer, self.access.rows(slots), cache_k, cache_v, layer_id_override)
         self.access.wrote(KV, layer.layer_id if layer_id_override is None else layer_id_override)
 
+    @override
     def set_mla_kv_buffer(
         self,
         layer: RadixAttention,
-        loc: torch.Tensor,
+        loc_info: KVWriteLoc | torch.Tensor,
         cache_k_nope: torch.Tensor,
         cache_k_rope: torch.Tensor,
         layer_id_override: int | None = None,
     ) -> None:
-        """Store latent and rotary parts, ``[tokens, 1, width]`` each, at the slots `loc` that this rank keeps."""
-        slots, _, _ = unwrap_write_loc(loc)
+        """Store latent and rotary parts, ``[tokens, 1, width]`` each, at the slots of `loc_info` that this rank keeps.
+
+        SGLang gives the slots by position: their name differs between its releases.
+        """
+        slots, _, _ = unwrap_write_loc(loc_info)
         super().set_mla_kv_buffer(layer, self.access.rows(slots), cache_k_nope, cache_k_rope, layer_id_override)
         self.access.wrote(KV, layer.layer_id if layer_id_override is None else layer_id_override)
 
+    @override
     def get_key_buffer(self, layer_id: int) -> torch.Tensor:
         """Rows of a layer, ``[slots, 1, width]``, to be indexed by the slots of the batch."""
         return self.access.readable(KV, layer_id, super().get_key_buffer(layer_id), self.page_size)
 
+    @override
     def get_value_buffer(self, layer_id: int) -> torch.Tensor:
         """The latent part of `get_key_buffer`: ``[slots, 1, kv_lora_rank]``."""
         return self.get_key_buffer(layer_id)[..., : self.kv_lora_rank]
@@ -74,24 +80,27 @@ class LayoutMLATokenToKVPool(MLATokenToKVPool):
     def sized_by_slots(self) -> Iterator[None]:
         """Within the block `size` is that of what readers get: attention checks the slots of a batch against it."""
         rows = self.size
-        self.size = (rows + self.page_size) * self.access.lane_count - self.page_size
+        self.size = self.access.readable_rows(rows + self.page_size) - self.page_size
         try:
             yield
         finally:
             self.size = rows
 
+    @override
     def move_kv_cache(self, tgt_loc: torch.Tensor, src_loc: torch.Tensor) -> None:
         """SGLang's; `LayoutInvariantError`, with nothing moved, where pages are shared out."""
-        self._refuse_slots_as_rows("move_kv_cache")
+        self.access.refuse_slots_as_rows("move_kv_cache")
         super().move_kv_cache(tgt_loc, src_loc)
 
+    @override
     def get_cpu_copy(
         self, indices: torch.Tensor, mamba_indices: torch.Tensor | None = None, req_pool_index: int | None = None
     ) -> object:
         """SGLang's; `LayoutInvariantError` where pages are shared out."""
-        self._refuse_slots_as_rows("get_cpu_copy")
+        self.access.refuse_slots_as_rows("get_cpu_copy")
         return super().get_cpu_copy(indices, mamba_indices=mamba_indices, req_pool_index=req_pool_index)
 
+    @override
     def load_cpu_copy(
         self,
         kv_cache_cpu: object,
@@ -100,14 +109,8 @@ class LayoutMLATokenToKVPool(MLATokenToKVPool):
         req_pool_index: int | None = None,
     ) -> None:
         """SGLang's; `LayoutInvariantError`, with nothing written, where pages are shared out."""
-        self._refuse_slots_as_rows("load_cpu_copy")
+        self.access.refuse_slots_as_rows("load_cpu_copy")
         super().load_cpu_copy(kv_cache_cpu, indices, mamba_indices=mamba_indices, req_pool_index=req_pool_index)
-
-    def _refuse_slots_as_rows(self, method: str) -> None:
-        if self.access.lane_count > 1:
-            raise LayoutInvariantError(
-                f"{method} takes slots for rows, but this rank stores 1 of {self.access.lane_count} pages"
-            )
 
 
 class LayoutIndexKeyCache(IndexKeyCache):
@@ -115,10 +118,12 @@ class LayoutIndexKeyCache(IndexKeyCache):
 
     pool: LayoutDSATokenToKVPool
 
+    @override
     def get_buffer(self, layer_id: int) -> torch.Tensor:
         """Pages of a layer, ``[slot pages, page bytes]``, to be indexed by the slot pages of the batch."""
         return self.pool.access.readable(INDEX, layer_id, self.get_local_buffer(layer_id), 1)
 
+    @override
     def store_quantized(
         self, layer_id: int, loc: torch.Tensor, index_k: torch.Tensor, index_k_scale: torch.Tensor
     ) -> None:
@@ -132,6 +137,7 @@ class LayoutDSATokenToKVPool(LayoutMLATokenToKVPool, DSATokenToKVPool):
 
     writes_index_rows = False
 
+    @override
     def _create_index_key_cache(self) -> IndexKeyCache:
         return LayoutIndexKeyCache(self, self.index_buf_size)
 
@@ -142,6 +148,7 @@ class LayoutDSATokenToKVPool(LayoutMLATokenToKVPool, DSATokenToKVPool):
         """
         return self.index_key_cache.get_buffer(layer_id)
 
+    @override
     def get_index_k_with_scale_buffer(self, layer_id: int) -> torch.Tensor:
         """Index pages of a layer on this rank, ``[row pages, page bytes]``, for writers.
 
@@ -149,7 +156,7 @@ class LayoutDSATokenToKVPool(LayoutMLATokenToKVPool, DSATokenToKVPool):
         SGLang's kernels would write to slots, and these are no rows.
         """
         if not self.writes_index_rows:
-            self._refuse_slots_as_rows("get_index_k_with_scale_buffer")
+            self.access.refuse_slots_as_rows("get_index_k_with_scale_buffer")
         return self.index_key_cache.get_local_buffer(layer_id)
 
     def index_rows(self, loc: torch.Tensor) -> torch.Tensor:

@@ -11,25 +11,25 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, TypeAlias
 
-import torch
 from sglang.srt.mem_cache.hicache_storage import PoolName
 from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool, KVCache, MHATokenToKVPool, MLATokenToKVPool
 from sglang.srt.mem_cache.pool_host import HostKVCache, HostPoolGroup, PoolEntry, base
-from sglang.srt.mem_cache.pool_host.common import _cuda_host_unregister
 from sglang.srt.mem_cache.pool_host.dsa import DSAIndexerPoolHost
-from sglang.srt.mem_cache.pool_host.mha import get_mha_host_pool_cls
-from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 
 from sglang.srt.mem_cache.layouts import LayoutConfigError, PoolKind
 
 from ..device.geometry import index_key_bytes
 from ..device.kinds import pool_kind
 from ..device.pools import kv_buffers
+from ..seam.records import HostPoolSize
+from ..seam.sglang import index_host_pool, mha_host_pool, mla_host_pool, release_host_memory
 from .memory import refuse_too_large
 from .sizes import check_gb, check_ratio, host_pages, host_pool_bytes, size_flag
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 
     from .memory import HostBudget
 
@@ -61,22 +61,15 @@ def build_host_pool(
     if page_size != device_pool.page_size:
         raise LayoutConfigError(f"page_size must be the device pool's {device_pool.page_size}, got {page_size}")
     _refuse_sizes(device_pool, ratio, size_gb, ranks_on_machine, budget)
+    size = HostPoolSize(
+        ratio=ratio, gigabytes=size_gb, page_size=page_size, mem_layout=mem_layout, allocator_type=allocator_type
+    )
     if kind is PoolKind.DSA and isinstance(device_pool, DSATokenToKVPool):
-        anchor = MLATokenToKVPoolHost(
-            device_pool,
-            ratio,
-            size_gb,
-            page_size,
-            mem_layout,
-            allocator_type=allocator_type,
-            override_kv_cache_dim=device_pool.kv_cache_dim,
-        )
-        return _with_index_sidecar(device_pool, anchor, allocator_type)
+        return _with_index_sidecar(device_pool, mla_host_pool(device_pool, size), allocator_type)
     if kind is PoolKind.MLA and isinstance(device_pool, MLATokenToKVPool):
-        return MLATokenToKVPoolHost(device_pool, ratio, size_gb, page_size, mem_layout, allocator_type=allocator_type)
+        return mla_host_pool(device_pool, size)
     if kind is PoolKind.MHA and isinstance(device_pool, MHATokenToKVPool):
-        host_class = get_mha_host_pool_cls(device_pool)
-        return host_class(device_pool, ratio, size_gb, page_size, mem_layout, allocator_type=allocator_type)
+        return mha_host_pool(device_pool, size)
     raise LayoutConfigError(
         f"HiCache with a KV layout strategy does not support the KV pool {type(device_pool).__name__}; "
         "accepted pools: DSA, MLA, MHA"
@@ -123,15 +116,9 @@ def host_bytes_of(host_pool: AnyHostPool) -> int:
 
 
 def release_host_pool(host_pool: AnyHostPool) -> None:
-    """Unregister all pinned host memory of the pool; it is unusable afterwards. May be called again.
-
-    SGLang's ``destroy`` covers the KV buffers and forgets a DSA index, whose pages would stay pinned: the next buffer
-    at the same address could not be registered.
-    """
+    """Unregister all pinned host memory of the pool; it is unusable afterwards. May be called again."""
     for pool in _pools(host_pool):
-        if isinstance(pool, DSAIndexerPoolHost) and pool.pin_memory and torch.cuda.is_available():
-            _cuda_host_unregister(pool.index_k_with_scale_buffer)
-        pool.destroy()
+        release_host_memory(pool)
 
 
 def _pools(host_pool: AnyHostPool) -> list[HostKVCache]:
@@ -150,7 +137,7 @@ def _with_index_sidecar(
     device_pool: DSATokenToKVPool, anchor: MLATokenToKVPoolHost, allocator_type: str
 ) -> HostPoolGroup:
     try:
-        sidecar = DSAIndexerPoolHost(device_pool, anchor, anchor.layout, allocator_type=allocator_type)
+        sidecar = index_host_pool(device_pool, anchor, allocator_type=allocator_type)
     except Exception:
         anchor.destroy()
         raise

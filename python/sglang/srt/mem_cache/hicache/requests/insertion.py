@@ -10,17 +10,18 @@ host memory, so each insert carries them: from `RequestPages` where there is one
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Generic
 
 import torch
-from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from sglang.srt.mem_cache.layouts.errors import LayoutInvariantError
 from sglang.srt.mem_cache.layouts.pages import NO_PAGES
 from sglang.srt.mem_cache.layouts.protocol import MetadataT
 
-from ..tree.radix_tree import PagedInsertParams, read_slot_pages, whole_pages_of
+from ..tree.calls import Insertion
+from ..tree.radix_tree import read_slot_pages, whole_pages_of
 from .uses import RequestUses
 
 if TYPE_CHECKING:
@@ -31,15 +32,27 @@ if TYPE_CHECKING:
 
     from sglang.srt.mem_cache.layouts.pages import PageArray
 
+    from ..tree.calls import Match, RequestUse
     from ..tree.parts import TreeParts
     from .pages import RequestPages
     from .uses import SchedulerRequest
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Chain:
+    """Whole pages of a request: their key, slots (int64, shape ``[tokens]``) and page numbers."""
+
+    key: RadixKey
+    slots: torch.Tensor
+    pages: PageArray
+    use: RequestUse
+    priority: int
+
+
 class RequestInsertion(Generic[MetadataT]):
     """Puts requests of `rows` into a tree. `pages` knows their pages; without it they are read from the device.
 
-    With `inserts_finished` False, as SGLang's deterministic mode wants it, requests that end leave nothing behind.
+    Each release of SGLang puts these steps together in its own way: see `seam.calls`. Locks are the caller's.
     """
 
     def __init__(
@@ -49,7 +62,6 @@ class RequestInsertion(Generic[MetadataT]):
         rows: ReqToTokenPool,
         allocator: BaseTokenToKVPoolAllocator,
         pages: RequestPages | None = None,
-        inserts_finished: bool = True,
     ) -> None:
         self.pages = pages
         self._parts = parts
@@ -57,91 +69,82 @@ class RequestInsertion(Generic[MetadataT]):
         self._page_size = parts.tree.page_size
         self._rows = rows
         self._allocator = allocator
-        self._inserts_finished = inserts_finished
         self._uses = RequestUses()
 
-    def finish(self, request: SchedulerRequest, *, tokens: int, insert: bool) -> None:
-        """A request of `tokens` slots has ended. Its whole pages go to the tree, or back; its prefix is unlocked."""
-        kv = request.kv
-        computed = (request.origin_input_ids + request.output_ids)[:tokens]
-        slots = self._slots(request, len(computed))
-        key = self._key(request, computed)
-        protected, end = kv.cache_protected_len, len(key)
-        inserts = insert and self._inserts_finished
-        known = self._insert_finished(request, key, slots) if inserts else end
-        self._allocator.free_segments([(slots[protected:known], protected), (slots[end:], end)])
-        if request.last_node is not None:
-            self._parts.accounting.unlock(request.last_node)
-        if self.pages is not None and kv.req_pool_idx is not None:
-            self.pages.end(kv.req_pool_idx, -(-tokens // self._page_size))
+    def put(
+        self,
+        request: SchedulerRequest,
+        computed: array[int],
+        *,
+        is_use: bool = True,
+        splits_prompt: bool = False,
+    ) -> RadixKey:
+        """Put the whole pages of what a request has computed into the tree, and free those that it knew.
 
-    def go_on(self, request: SchedulerRequest, *, chunked: bool) -> None:
-        """A request goes on: its whole pages go to the tree, which locks them for it. `chunked` within its prompt.
-
-        Raises `LayoutInvariantError` if the tree does not have them then.
+        Returns their key. With `splits_prompt`, a node ends where the prompt does. `is_use`: see `Insertion`.
         """
-        kv = request.kv
-        computed = request.get_fill_ids()
-        slots = self._slots(request, len(computed))
-        key = self._key(request, computed)
-        protected, end = kv.cache_protected_len, len(key)
-        known = self._insert(request, key, slots, self._pages_of(request, slots[:end]), chunked=chunked)
-        self._allocator.free_segment(slots[protected:known], start_pos=protected)
-        # Duplicates are freed, so the row must name the tree's slots in their place.
-        found = self._tree.match_prefix(MatchPrefixParams(key=key))
-        own = found.device_indices
-        if len(own) != end:
-            raise LayoutInvariantError(f"{end} tokens of {request.rid} were inserted, but the tree has {len(own)}")
-        self._rows.write((kv.req_pool_idx, slice(protected, end)), own[protected:])
+        chain = self._chain(request, computed)
+        known = self._insert(chain, is_use=is_use)
+        prompt = self._key(request, computed, limit=len(request.origin_input_ids))
+        if splits_prompt and 0 < len(prompt) < len(chain.key):
+            # Splits a leaf of both where the answer begins, which can then be evicted alone, and first. No use of
+            # the nodes by another request.
+            self._insert(replace(chain, key=prompt, priority=chain.priority + 1), is_use=False)
+        self.give_back(request, request.kv.cache_protected_len, known)
+        return chain.key
+
+    def repoint(self, request: SchedulerRequest, key: RadixKey) -> Match[MetadataT]:
+        """The row of a request names the tree's slots of `key`, as its duplicates were freed; the tree keeps them.
+
+        Raises `LayoutInvariantError` if the tree does not have all of them.
+        """
+        found, kv, end = self._tree.match(key), request.kv, len(key)
+        if len(found.slots) != end:
+            raise LayoutInvariantError(
+                f"{end} tokens of {request.rid} were inserted, but the tree has {len(found.slots)}"
+            )
+        protected = kv.cache_protected_len
+        self._rows.write((kv.req_pool_idx, slice(protected, end)), found.slots[protected:])
         kv.cache_protected_len = end
-        self._parts.accounting.unlock(request.last_node)
-        self._parts.accounting.lock(found.last_device_node)
-        request.last_node = found.last_device_node
-        request.prefix_indices = torch.cat([own, slots[end:]]) if end < len(slots) else own
         if self.pages is not None and kv.req_pool_idx is not None:
             self.pages.keep_from(kv.req_pool_idx, end // self._page_size)
+        return found
 
-    def give_back(self, request: SchedulerRequest, *, tokens: int) -> None:
-        """Without a tree, a request of `tokens` slots gives back all that are its own."""
-        protected = request.kv.cache_protected_len
-        self._allocator.free_segment(self._slots(request, tokens)[protected:], start_pos=protected)
+    def give_back(self, request: SchedulerRequest, first: int, end: int) -> None:
+        """Free the slots of tokens ``first .. end`` of a request."""
+        self._allocator.free_segment(self.slots(request, end)[first:], start_pos=first)
+
+    def ended(self, request: SchedulerRequest, tokens: int) -> None:
+        """The first `tokens` slots of a request are the tree's, or free: its row holds no others of its own."""
         if self.pages is not None and request.kv.req_pool_idx is not None:
             self.pages.end(request.kv.req_pool_idx, -(-tokens // self._page_size))
 
-    def _insert_finished(self, request: SchedulerRequest, key: RadixKey, slots: torch.Tensor) -> int:
-        """Insert prompt and answer; returns the tokens that the tree had already."""
-        pages = self._pages_of(request, slots[: len(key)])
-        known = self._insert(request, key, slots, pages)
-        prompt = self._key(request, key.token_ids, limit=len(request.origin_input_ids))
-        if 0 < len(prompt) < len(key):
-            # Splits a leaf of both where the answer begins, which can then be evicted alone, and first. No use of
-            # the nodes by another request, so it counts as a chunk.
-            self._insert(request, prompt, slots, pages, more_priority=1, chunked=True)
-        return known
-
-    def _insert(
-        self,
-        request: SchedulerRequest,
-        key: RadixKey,
-        slots: torch.Tensor,
-        pages: PageArray,
-        *,
-        more_priority: int = 0,
-        chunked: bool = False,
-    ) -> int:
-        return self._parts.insert(
-            PagedInsertParams(
-                key=key,
-                value=slots[: len(key)].to(torch.int64),
-                slot_pages=pages,
-                use=self._uses.of(request),
-                chunked=chunked,
-                priority=(getattr(request, "priority", 0) or 0) + more_priority,
-            )
-        ).prefix_len
-
-    def _slots(self, request: SchedulerRequest, tokens: int) -> torch.Tensor:
+    def slots(self, request: SchedulerRequest, tokens: int) -> torch.Tensor:
+        """The first `tokens` slots of a request: a view of its row."""
         return self._rows.req_to_token[request.kv.req_pool_idx, :tokens]
+
+    def _chain(self, request: SchedulerRequest, computed: array[int]) -> _Chain:
+        key = self._key(request, computed)
+        slots = self.slots(request, len(key))
+        return _Chain(
+            key=key,
+            slots=slots.to(torch.int64, copy=True),
+            pages=self._pages_of(request, slots),
+            use=self._uses.of(request),
+            priority=getattr(request, "priority", 0) or 0,
+        )
+
+    def _insert(self, chain: _Chain, *, is_use: bool) -> int:
+        return self._parts.insert(
+            Insertion(
+                key=chain.key,
+                value=chain.slots[: len(chain.key)],
+                slot_pages=chain.pages,
+                use=chain.use,
+                is_use=is_use,
+                priority=chain.priority,
+            )
+        ).known_tokens
 
     def _key(self, request: SchedulerRequest, tokens: array[int], limit: int | None = None) -> RadixKey:
         key = RadixKey(tokens, request.extra_key, self._tree.bigrams, limit, request.cache_salt)

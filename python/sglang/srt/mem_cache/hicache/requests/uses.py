@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
 
-from ..tree.radix_tree import RequestUse
+from ..tree.calls import RequestUse
 
 SchedulerRequest: TypeAlias = Any  # what has the attributes of SGLang's `Req`
 

@@ -20,8 +20,9 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import numpy as np
+from typing_extensions import override
 
-from ..slots.allocator import CPSharedPagedTokenToKVPoolAllocator
+from ..slots.allocator import LaneSlotAllocator
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -33,8 +34,8 @@ if TYPE_CHECKING:
     from ..requests.pages import RequestPages
 
 
-class ServingSlotAllocator(CPSharedPagedTokenToKVPoolAllocator):
-    """`CPSharedPagedTokenToKVPoolAllocator` with a cache behind it and chain bases from the requests' tokens."""
+class ServingSlotAllocator(LaneSlotAllocator):
+    """`LaneSlotAllocator` with a cache behind it and chain bases from the requests' tokens."""
 
     request_pages: RequestPages | None = None  # of the cache behind it
     _make_room: Callable[[LaneArray], None] | None = None
@@ -64,6 +65,7 @@ class ServingSlotAllocator(CPSharedPagedTokenToKVPoolAllocator):
         finally:
             self._bases = self._allocated = None
 
+    @override
     def alloc_extend(
         self,
         prefix_lens: torch.Tensor,
@@ -75,7 +77,7 @@ class ServingSlotAllocator(CPSharedPagedTokenToKVPoolAllocator):
         num_new_pages: int | None = None,
         rotation_bases: Sequence[int | None] | None = None,
     ) -> torch.Tensor | None:
-        """See `CPSharedPagedTokenToKVPoolAllocator.alloc_extend`; None only if all lanes together are short."""
+        """See `LaneSlotAllocator.alloc_extend`; None only if all lanes together are short."""
         return super().alloc_extend(
             prefix_lens,
             prefix_lens_cpu,
@@ -87,6 +89,7 @@ class ServingSlotAllocator(CPSharedPagedTokenToKVPoolAllocator):
             self._bases if rotation_bases is None else rotation_bases,
         )
 
+    @override
     def _alloc_chain_pages(self, lanes: LaneArray) -> PageArray | None:
         pages = self.alloc_lanes(lanes)
         if pages is None and self._make_room is not None:
@@ -117,11 +120,12 @@ class ServingSlotAllocator(CPSharedPagedTokenToKVPoolAllocator):
         self.off_lane_pages += len(homeless)
         return self.alloc_lanes(dealt)
 
+    @override
     def free(self, free_index: torch.Tensor) -> None:
         """Free the pages that any of `free_index`, slots of shape ``[tokens]``, lies in.
 
         At once if it is a part of a request's row, without asking the device; else as
-        `CPSharedPagedTokenToKVPoolAllocator.free`, which is counted.
+        `LaneSlotAllocator.free`, which is counted.
         """
         requests = self.request_pages
         if requests is None:
@@ -133,6 +137,7 @@ class ServingSlotAllocator(CPSharedPagedTokenToKVPoolAllocator):
             else:
                 self.free_slot_pages(pages)
 
+    @override
     def _pages_of(self, slots: torch.Tensor) -> PageArray:
         pages = super()._pages_of(slots)
         if self.request_pages is not None:

@@ -16,6 +16,7 @@ from sglang.srt.arg_groups.overrides import post_capture_kv_sizing_planned
 
 from sglang.srt.mem_cache.layouts.config import DEFAULT_LAYOUT
 from sglang.srt.mem_cache.layouts.errors import LayoutConfigError
+from sglang.srt.mem_cache.layouts.owners import shares_pages_out
 from sglang.srt.mem_cache.layouts.registry import known_layouts
 
 from ..releases import supported_releases
@@ -94,8 +95,8 @@ def check(original: Callable[[ServerArgs], None], server_args: ServerArgs) -> No
     refuse_unsupported_release(choice.asked)
     refuse_missing_hooks(choice.asked)
     facts = server_facts(server_args)
-    lanes = choice.create_group(page_size=facts.args.page_size, shard_size=facts.shard_size)[0].lane_count
-    if facts.shard_size == 1 and choice.strategy != DEFAULT_LAYOUT:
+    layout = choice.create_group(page_size=facts.args.page_size, shard_size=facts.shard_size)[0]
+    if facts.shard_size == 1 and choice.wants_peers(facts.args.page_size):
         logger.warning(
             "%s: the shard group has one rank (--tp-size %d), so there is nothing to share; using %s %s",
             choice.asked,
@@ -105,10 +106,10 @@ def check(original: Callable[[ServerArgs], None], server_args: ServerArgs) -> No
         )
         choice = dataclasses.replace(choice, strategy=DEFAULT_LAYOUT, options={}, flag=STRATEGY_FLAG)
         attach_choice(server_args, choice)
-    for warning in refuse_what_does_not_fit(facts, choice.asked, sharded=lanes > 1):
+    for warning in refuse_what_does_not_fit(facts, choice.asked, sharded=shares_pages_out(layout)):
         logger.warning("%s", warning)
     refuse_values(facts)
-    if facts.graphs_on and lanes > 1:
+    if facts.graphs_on and shares_pages_out(layout):
         turn_graphs_off(server_args)
 
 

@@ -91,11 +91,11 @@ def begin_forward(
 ) -> Any:  # noqa: ANN401
     """Around `ModelRunner.forward`: the pool learns which pages attention will ask for."""
     pool = runner.token_to_kv_pool
-    if isinstance(pool, LayoutMLATokenToKVPool) and pool.access.lane_count > 1:
-        pool.access.begin_batch(_pages_of_batch(runner, forward_batch, pool.page_size))
-        with pool.sized_by_slots():
-            return original(runner, forward_batch, *positional, **named)
-    return original(runner, forward_batch, *positional, **named)
+    if not isinstance(pool, LayoutMLATokenToKVPool):
+        return original(runner, forward_batch, *positional, **named)
+    pool.access.begin_batch(lambda: _pages_of_batch(runner, forward_batch, pool.page_size))
+    with pool.sized_by_slots():
+        return original(runner, forward_batch, *positional, **named)
 
 
 def _pages_of_batch(runner: ModelRunner, batch: ForwardBatch, page_size: int) -> torch.Tensor:

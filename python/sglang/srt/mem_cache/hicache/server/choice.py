@@ -51,6 +51,12 @@ class LayoutChoice:
         """The strategies of all ranks. `LayoutConfigError` besides where a page would not have exactly one owner."""
         return create_group(self._config(page_size, shard_size, 0))
 
+    def wants_peers(self, page_size: int) -> bool:
+        """Whether the strategy would share pages out, if only the shard group had a second rank."""
+        from sglang.srt.mem_cache.layouts.owners import shares_pages_out
+
+        return shares_pages_out(self.create(page_size=page_size, shard_size=2, shard_rank=0))
+
     def _config(self, page_size: int, shard_size: int, shard_rank: int) -> LayoutConfig:
         return LayoutConfig(
             name=self.strategy,
@@ -115,8 +121,8 @@ def _options(config: str | Mapping[str, object] | None) -> Mapping[str, object]:
 def _read(file: str) -> str:
     try:
         return Path(file).read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:  # ValueError: a zero byte in the name, or bytes that are no UTF-8
-        reason = "is no UTF-8" if isinstance(error, UnicodeError) else getattr(error, "strerror", None) or error
+    except (OSError, ValueError) as error:  # ValueError: a zero byte in the name, or bytes that are not UTF-8
+        reason = "is not UTF-8" if isinstance(error, UnicodeError) else getattr(error, "strerror", None) or error
         raise LayoutConfigError(f"{CONFIG_FLAG}: cannot read {file!r}: {reason}; give JSON or @FILE") from error
 
 

@@ -13,6 +13,8 @@ import importlib.util
 import sys
 from typing import TYPE_CHECKING, Final
 
+from typing_extensions import override
+
 from ..cpu import platform
 
 if TYPE_CHECKING:
@@ -39,6 +41,7 @@ def show_flags_in_help(argv: Sequence[str]) -> None:
 class _AfterServerArgs(importlib.abc.MetaPathFinder):
     """Finds one module as the other finders do, has the hook applied once it has run, and is gone."""
 
+    @override
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
@@ -55,9 +58,11 @@ class _HookingLoader(importlib.abc.Loader):
     def __init__(self, loader: importlib.abc.Loader) -> None:
         self._loader = loader
 
+    @override
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         return self._loader.create_module(spec)
 
+    @override
     def exec_module(self, module: ModuleType) -> None:
         self._loader.exec_module(module)
         _hook_parser()

@@ -20,17 +20,18 @@ from sglang.srt.observability.metrics_collector import (
     resolve_collector_class,
 )
 from sglang.srt.runtime_context import get_observability
+from typing_extensions import override
 
 from ..radix_cache import HiRadixCache
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from sglang.srt.distributed.parallel_state_wrapper import ParallelState
     from sglang.srt.managers.scheduler_components.metrics_reporter import SchedulerMetricsReporter
 
     from sglang.srt.mem_cache.layouts.registry import AnyKVLayoutStrategy
 
+    from ..seam.records import Place
     from .allocator import ServingSlotAllocator
 
 PREFIX: Final = "sglang:kv_layout_"
@@ -67,7 +68,7 @@ class ReportingRank:
     speaks_for_tree: bool
 
     @classmethod
-    def at(cls, place: ParallelState) -> ReportingRank:
+    def at(cls, place: Place) -> ReportingRank:
         """The rank at `place`, with the labels that the user adds to all metrics."""
         labels = {"tp_rank": str(place.tp_rank), "pp_rank": str(place.pp_rank)}
         if place.dp_rank is not None:
@@ -89,15 +90,19 @@ def traffic_collector(cache_type: str, rank: ReportingRank) -> RadixCacheMetrics
 class _NoTokens(RadixCacheMetricsCollector):
     """The collector of a rank whose tokens another one counts."""
 
+    @override
     def increment_backup_num_tokens(self, num_tokens: int, pool: str) -> None:
         pass
 
+    @override
     def increment_load_back_num_tokens(self, num_tokens: int, pool: str) -> None:
         pass
 
+    @override
     def increment_eviction_num_tokens(self, num_tokens: int) -> None:
         pass
 
+    @override
     def increment_dropped_tokens(self, num_tokens: int, reason: str, pool: str) -> None:
         pass
 

@@ -18,9 +18,10 @@ import msgspec
 from sglang.srt.runtime_context import get_parallel
 
 from sglang.srt.mem_cache import kv_cache_configurator
+from sglang.srt.mem_cache.layouts.capabilities import shares_pools
 from sglang.srt.mem_cache.layouts.config import GroupKind
 from sglang.srt.mem_cache.layouts.errors import LayoutConfigError, LayoutInvariantError
-from sglang.srt.mem_cache.layouts.owners import shares_pools
+from sglang.srt.mem_cache.layouts.owners import shares_pages_out
 
 from ..assemble import assemble_cache
 from ..device.page_reader import SharedPages, group_sum
@@ -30,6 +31,7 @@ from ..environment import refuse_lanes_that_ranks_share
 from ..host.pools import host_bytes_of
 from ..radix_cache import HiRadixCache
 from ..requests.pages import RequestPages
+from ..seam.sglang import place_of
 from ..settings import HiCacheSettings, ShardGroup, peer_seconds
 from .allocator import ServingSlotAllocator
 from .choice import choice_of
@@ -111,7 +113,7 @@ def build_cache(context: TreeCacheBuildContext) -> HiRadixCache[Any]:
         raise LayoutInvariantError(f"{choice.asked}: the slot allocator is {type(allocator).__name__}, not ours")
     layout, params, group = allocator.layout, context.params, shard_group()
     pages = None if params.req_to_token_pool is None else RequestPages(params.req_to_token_pool, layout.page_size)
-    rank = ReportingRank.at(context.tp_worker.ps) if params.enable_metrics else None
+    rank = ReportingRank.at(place_of(context.tp_worker)) if params.enable_metrics else None
     cache: HiRadixCache[Any] = assemble_cache(
         params,
         layout=layout,
@@ -143,9 +145,9 @@ def share_pool(pool: KVCache, layout: AnyKVLayoutStrategy) -> None:
     Raises `LayoutConfigError` if pages lie on several ranks and the pool's class, or the strategy, has no way to
     bring them together.
     """
-    name, lane_count, page_size = layout.name, layout.lane_count, layout.page_size
-    if lane_count == 1:
+    if not shares_pages_out(layout):
         return
+    name, lane_count, page_size = layout.name, layout.lane_count, layout.page_size
     if not isinstance(pool, LayoutMLATokenToKVPool):
         raise LayoutConfigError(
             f"--kv-layout-strategy {name} does not support the KV pool {type(pool).__name__}: "

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 import torch
 from sglang.srt.mem_cache.allocator.base import BaseTokenToKVPoolAllocator
+from typing_extensions import override
 
 from sglang.srt.mem_cache.layouts.config import check_range
 from sglang.srt.mem_cache.layouts.errors import LayoutConfigError
@@ -24,7 +25,7 @@ from sglang.srt.mem_cache.layouts.pages import (
     whole_pages,
 )
 
-from .free_pages import slot_pages
+from .free_pages import free_slot_pages_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -59,7 +60,7 @@ class SlotAllocator(Protocol):
         ...
 
 
-class CPSharedPagedTokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
+class LaneSlotAllocator(BaseTokenToKVPoolAllocator):
     """SGLang's paged slot allocator, whose free pages are known by owner.
 
     `physical_size` is the number of token rows of this rank's device pool; `size` becomes the number of logical
@@ -114,22 +115,27 @@ class CPSharedPagedTokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
 
     # SGLang's interface.
 
+    @override
     def clear(self) -> None:
         """Everything is free again."""
-        self._pages = slot_pages(self.layout, self.num_pages)
+        self._pages = free_slot_pages_of(self.layout, self.num_pages)
         self.free_group = None
 
+    @override
     def available_size(self) -> int:
         """Free slots over all lanes. A given demand may still find one lane short: see `alloc_lanes`."""
         return sum(self._pages.room()) * self.page_size
 
+    @override
     def get_all_free_pages(self) -> torch.Tensor:
         """Free logical pages of all lanes: int64, CPU, shape ``[free pages]``."""
         return torch.from_numpy(self._pages.all_free())
 
+    @override
     def merge_and_sort_free(self) -> None:
         """Lanes join what was returned at once; nothing to do."""
 
+    @override
     def alloc(self, need_size: int) -> torch.Tensor | None:
         """Slots from the lanes with most room, for callers without a chain of their own.
 
@@ -222,6 +228,7 @@ class CPSharedPagedTokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
         """One more slot for each request, shape ``[requests]``; `seq_lens` count the new token."""
         return self.alloc_extend(seq_lens - 1, seq_lens_cpu - 1, seq_lens, seq_lens_cpu, last_loc, len(seq_lens_cpu))
 
+    @override
     def free(self, free_index: torch.Tensor) -> None:
         """Free the pages that any of `free_index`, slots of shape ``[tokens]``, lies in; waits for their device."""
         if self.free_group is not None:
@@ -245,6 +252,10 @@ class CPSharedPagedTokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
             return self._fullest_lanes(end_page)
         last_page = np.array([last_slot // self.page_size], dtype=np.int64)
         return self.layout.extend_lanes(int(self.layout.lanes_of(last_page)[0]), 1, end_page - first_page)
+
+
+CPSharedPagedTokenToKVPoolAllocator = LaneSlotAllocator
+"""The name in the first design, from before it served strategies with one lane too."""
 
 
 class StockSlotAllocator:
@@ -276,6 +287,6 @@ class StockSlotAllocator:
 
 def slot_allocator(allocator: BaseTokenToKVPoolAllocator) -> SlotAllocator:
     """`allocator` if it has lanes, else SGLang's own one behind the same interface."""
-    if isinstance(allocator, CPSharedPagedTokenToKVPoolAllocator):
+    if isinstance(allocator, LaneSlotAllocator):
         return allocator
     return StockSlotAllocator(allocator)

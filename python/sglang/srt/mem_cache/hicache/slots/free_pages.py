@@ -17,8 +17,10 @@ from typing import TYPE_CHECKING, NoReturn, Protocol
 
 import numpy as np
 
+from sglang.srt.mem_cache.layouts.capabilities import deals_in_turn
 from sglang.srt.mem_cache.layouts.config import check_range
 from sglang.srt.mem_cache.layouts.errors import LayoutConfigError, LayoutInvariantError
+from sglang.srt.mem_cache.layouts.owners import shares_pages_out
 from sglang.srt.mem_cache.layouts.pages import NO_PAGES, LaneArray, PageArray
 
 from .page_runs import PageRuns, pages_by_lane, pages_of_runs, runs_of_pages
@@ -55,11 +57,11 @@ class SlotPages(Protocol):
         ...
 
 
-def slot_pages(layout: AnyKVLayoutStrategy, pages: int) -> SlotPages:
+def free_slot_pages_of(layout: AnyKVLayoutStrategy, pages: int) -> SlotPages:
     """All of `pages` slot pages, free, behind one reserved page for each lane. See `TurnwiseLayout`."""
     first = layout.lane_count
     lanes = layout.lanes_of(np.arange(first, first + pages, dtype=np.int64))
-    if layout.lane_count > 1 and getattr(layout, "deals_in_turn", False):
+    if shares_pages_out(layout) and deals_in_turn(layout):
         return PageTurns(lanes, lane_count=layout.lane_count, first=first)
     return PageLanes(lanes, lane_count=layout.lane_count, first=first)
 

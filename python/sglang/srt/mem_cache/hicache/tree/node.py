@@ -16,6 +16,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Generic
 
 from sglang.srt.mem_cache.radix_cache import TreeNode
+from typing_extensions import override
 
 from sglang.srt.mem_cache.layouts.errors import LayoutInvariantError
 from sglang.srt.mem_cache.layouts.pages import NO_PAGES, PageArray
@@ -47,11 +48,13 @@ class LayoutTreeNode(TreeNode, Generic[MetadataT]):
         self.slot_pages: PageArray = NO_PAGES
         self.lane_pages: PageArray | None = None  # pages in each lane, kept by the tree while it counts them
         self.metadata: MetadataT | None = None
-        self.copy_pages: tuple[int, ...] = ()  # `metadata.pages_per_rank`, which strategies may have to count
+        self.host_ref_counter = 0
+        self.copy_pages: tuple[int, ...] = ()  # `metadata.pages_per_lane`, which strategies may have to count
         self.device_children = 0
         self.host_children = 0
 
-    @property
+    @property  # type: ignore[explicit-override]  # mypy misses it where there is a setter
+    @override
     def key(self) -> RadixKey:
         """The node's tokens."""
         return self._key
@@ -87,6 +90,18 @@ class LayoutTreeNode(TreeNode, Generic[MetadataT]):
         if value is not None:
             raise TypeError(f"host_value is derived from metadata, got {type(value).__name__}")
 
+    @override
+    def protect_host(self) -> None:
+        """Keep the host copy until `release_host`, once for each call."""
+        self.host_ref_counter += 1
+
+    @override
+    def release_host(self) -> None:
+        """Undo one `protect_host`. `LayoutInvariantError`, with nothing changed, if none is left."""
+        if self.host_ref_counter == 0:
+            raise LayoutInvariantError(f"the host copy of node {self.id} is released, but nothing protects it")
+        self.host_ref_counter -= 1
+
     def set_slots(self, value: torch.Tensor, slot_pages: PageArray) -> None:
         """Put the node on the device: slots, int64, shape ``[tokens]``, on the pool's device, and the same as pages."""
         if self.value is None and self.parent is not None:
@@ -108,7 +123,7 @@ class LayoutTreeNode(TreeNode, Generic[MetadataT]):
         if self.metadata is None and self.parent is not None:
             self.parent.host_children += 1
         self.metadata = metadata
-        self.copy_pages = metadata.pages_per_rank
+        self.copy_pages = metadata.pages_per_lane
 
     def clear_metadata(self) -> None:
         """Forget the host copy; its host pages are the caller's to free."""

@@ -31,12 +31,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     import torch
-    from sglang.srt.mem_cache.base_prefix_cache import InsertParams, InsertResult
     from sglang.srt.mem_cache.events import KVCacheEventRecorder
 
     from ..agreement import Agreement
     from ..settings import HiCacheSettings
     from ..slots.allocator import SlotAllocator
+    from .calls import Inserted, Insertion
     from .node import LayoutTreeNode
     from .protocols import CopyController
     from .report import TrafficReport
@@ -57,12 +57,9 @@ class TreeParts(Generic[MetadataT]):
     device_room: DeviceRoom[MetadataT]
     load_backs: LoadBacks[MetadataT]
 
-    def insert(self, params: InsertParams) -> InsertResult:
-        """`LayoutRadixTree.insert`, in which nodes that are used often enough are backed up.
-
-        Chunks of one request do not count as uses of each other's nodes.
-        """
-        return self.tree.insert(params, None if params.chunked else self.backups.use)
+    def insert(self, insertion: Insertion) -> Inserted[MetadataT]:
+        """`LayoutRadixTree.insert`, in which nodes that are used often enough are backed up."""
+        return self.tree.insert(insertion, self.backups.use)
 
 
 def build_tree_parts(
@@ -86,7 +83,12 @@ def build_tree_parts(
     in_flight: InFlight[MetadataT] = InFlight()
     accounting = Accounting(layout, priority)
     tree = LayoutRadixTree(
-        layout, accounting=accounting, in_flight=in_flight, events=events, device=device, bigrams=bigrams
+        page_size=layout.page_size,
+        accounting=accounting,
+        in_flight=in_flight,
+        events=events,
+        device=device,
+        bigrams=bigrams,
     )
     transfers = Transfers(
         controller, agreement=agreement, accounting=accounting, in_flight=in_flight, events=events, report=report

@@ -11,46 +11,27 @@ from __future__ import annotations
 import sys
 from array import array
 from collections import deque
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic
 
 import torch
-from sglang.srt.mem_cache.base_prefix_cache import InsertParams, InsertResult, MatchResult
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.utils import compute_node_hash_values, split_node_hash_value
 
 from sglang.srt.mem_cache.layouts.errors import LayoutInvariantError
 from sglang.srt.mem_cache.layouts.pages import PageArray, pages_of_tokens, tokens_of_pages
-from sglang.srt.mem_cache.layouts.protocol import KVLayoutStrategy, MetadataT
+from sglang.srt.mem_cache.layouts.protocol import MetadataT
 
+from .calls import Inserted, Match
 from .node import LayoutTreeNode, parent_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
     from sglang.srt.mem_cache.events import KVCacheEventRecorder
 
     from .accounting import Accounting
+    from .calls import Insertion
     from .in_flight import InFlight
-
-
-@dataclass(slots=True, kw_only=True)
-class RequestUse:
-    """The first `counted` tokens of a request's chain have been counted as used by it."""
-
-    counted: int = 0
-
-
-@dataclass(kw_only=True)
-class PagedInsertParams(InsertParams):
-    """SGLang's `InsertParams` with the page numbers of `value`, so that nothing is read back from the device.
-
-    `use` is that of the request whose slots these are: it uses a node once, however often it is inserted.
-    """
-
-    slot_pages: PageArray | None = None
-    use: RequestUse | None = None
 
 
 class LayoutRadixTree(Generic[MetadataT]):
@@ -64,17 +45,16 @@ class LayoutRadixTree(Generic[MetadataT]):
 
     def __init__(
         self,
-        layout: KVLayoutStrategy[MetadataT],
         *,
+        page_size: int,
         accounting: Accounting[MetadataT],
         in_flight: InFlight[MetadataT],
         events: KVCacheEventRecorder,
         device: torch.device,
         bigrams: bool = False,
     ) -> None:
-        self.page_size = layout.page_size
+        self.page_size = page_size
         self.bigrams = bigrams
-        self._layout = layout
         self._accounting = accounting
         self._in_flight = in_flight
         self._events = events
@@ -90,44 +70,47 @@ class LayoutRadixTree(Generic[MetadataT]):
         self.root.value = no_slots
         self.root.lock_ref = 1
         self.root.hash_value = []
-        self.nothing_found = MatchResult(
-            device_indices=no_slots,
-            last_device_node=self.root,
-            last_host_node=self.root,
-            best_match_node=self.root,
-        )
+        self.nothing_found = Match(slots=no_slots, device_node=self.root, host_node=self.root)
         self._in_flight.clear()
         self._accounting.reset(self.root)
 
     # Matching.
 
-    def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
+    def match(self, key: RadixKey) -> Match[MetadataT]:
         """Longest cached prefix of a key, on the device and, below that, on the host.
 
-        A node is split if the match ends inside it. `device_indices` are slots; `host_hit_length` counts the
-        logical tokens that only the host has.
+        A node is split if the match ends inside it. Whatever matched is the most recently used now.
         """
-        key, _ = params.key.maybe_to_bigram_view(self.bigrams)
+        key, _ = key.maybe_to_bigram_view(self.bigrams)
         key = whole_pages_of(key, self.page_size)
         if len(key) == 0:
             return self.nothing_found
         values: list[torch.Tensor] = []
         last_node = self._walk(key, values)
-        host_hit_length = 0
+        host_tokens = 0
         device_node = last_node
         while device_node.value is None:
-            host_hit_length += device_node.host_len
+            host_tokens += device_node.host_len
             device_node = parent_of(device_node)
         host_node = last_node
         while not host_node.backuped:
             host_node = parent_of(host_node)
-        return MatchResult(
-            device_indices=torch.cat(values) if values else self.nothing_found.device_indices,
-            last_device_node=device_node,
-            last_host_node=host_node,
-            best_match_node=host_node,
-            host_hit_length=host_hit_length,
+        return Match(
+            slots=torch.cat(values) if values else self.nothing_found.slots,
+            device_node=device_node,
+            host_node=host_node,
+            host_tokens=host_tokens,
         )
+
+    def slots_down_to(self, node: LayoutTreeNode[MetadataT]) -> torch.Tensor:
+        """Slots from the root down to `node`, int64, shape ``[tokens]``. `LayoutInvariantError` if one is elsewhere."""
+        values: list[torch.Tensor] = []
+        while node.parent is not None:
+            if node.value is None:
+                raise LayoutInvariantError(f"node {node.id} was asked for its slots, but is not on the device")
+            values.append(node.value)
+            node = node.parent
+        return torch.cat(values[::-1]) if values else self.nothing_found.slots
 
     def _walk(self, key: RadixKey, values: list[torch.Tensor]) -> LayoutTreeNode[MetadataT]:
         tick = self._now()
@@ -151,49 +134,41 @@ class LayoutRadixTree(Generic[MetadataT]):
 
     # Insertion.
 
-    def insert(
-        self, params: InsertParams, on_use: Callable[[LayoutTreeNode[MetadataT]], None] | None = None
-    ) -> InsertResult:
-        """Put a chain of slots into the tree; `value` is one slot a token, int64, on the pool's device.
+    def insert(self, insertion: Insertion, on_use: Callable[[LayoutTreeNode[MetadataT]], None]) -> Inserted[MetadataT]:
+        """Put a chain of slots into the tree, up to its last whole page.
 
-        Nodes that had left the device get the new slots. `prefix_len` counts the tokens whose slots the tree had
-        already: the caller frees its duplicates of those. The rest belongs to the tree from now on. `on_use` is
-        called with each node of the chain, before the next one is looked at, but not where `use` says that the request
-        has used it before. The page numbers come with `PagedInsertParams`; else they are read from `value`, which
-        waits for its device. Raises `LayoutInvariantError`, with the tree unchanged, for fewer slots or pages than
-        tokens, or parts of pages.
+        Nodes that had left the device get the new slots. What the tree did not know belongs to it from now on. `on_use`
+        is called with each node of the chain that the insertion is a use of, before the next one is looked at. Raises
+        `LayoutInvariantError`, with the tree unchanged, for fewer slots or pages than tokens, or parts of pages.
         """
-        key, value = params.key.maybe_to_bigram_view(self.bigrams, params.value)
+        key, _ = insertion.key.maybe_to_bigram_view(self.bigrams)
         key = whole_pages_of(key, self.page_size)
         if len(key) == 0:
-            return InsertResult(prefix_len=0)
-        if value is None or len(value) < len(key):
-            raise LayoutInvariantError(
-                f"insert of {len(key)} tokens came with {0 if value is None else len(value)} slots"
-            )
-        pages, use = (params.slot_pages, params.use) if isinstance(params, PagedInsertParams) else (None, None)
+            return Inserted(known_tokens=0, node=self.root)
+        value, pages = insertion.value, insertion.slot_pages
+        if len(value) < len(key):
+            raise LayoutInvariantError(f"insert of {len(key)} tokens came with {len(value)} slots")
         if pages is None:
             pages = read_slot_pages(value[: len(key)], self.page_size)
         if len(pages) * self.page_size < len(key):
             raise LayoutInvariantError(f"insert of {len(key)} tokens came with {len(pages)} slot pages")
-        counted = 0 if use is None else use.counted
-        result = self._insert_slots(key, value, pages, params.priority or 0, counted, on_use)
-        if use is not None and on_use is not None:
-            use.counted = max(counted, len(key))
+        counted = 0 if insertion.use is None else insertion.use.counted
+        result = self._insert_slots(key, pages, insertion, counted, on_use if insertion.is_use else _no_use)
+        if insertion.use is not None and insertion.is_use:
+            insertion.use.counted = max(counted, len(key))
         return result
 
     def _insert_slots(
         self,
         key: RadixKey,
-        value: torch.Tensor,
         pages: PageArray,
-        priority: int,
+        insertion: Insertion,
         counted: int,
-        on_use: Callable[[LayoutTreeNode[MetadataT]], None] | None,
-    ) -> InsertResult:
-        tick = self._now()
+        on_use: Callable[[LayoutTreeNode[MetadataT]], None],
+    ) -> Inserted[MetadataT]:
+        tick, value, priority = self._now(), insertion.value, insertion.priority
         node = self.root
-        at, duplicates, end = 0, 0, len(key)
+        at, known, end = 0, 0, len(key)
         while at < end:
             child = node.children.get(key.child_key_at(at, self.page_size))
             if child is None:
@@ -208,17 +183,16 @@ class LayoutRadixTree(Generic[MetadataT]):
                 self._accounting.put_on_device(node, value[at : at + shared].clone(), own)
                 self._events.record_store(node)
             else:
-                duplicates += shared
-            if on_use is not None and at >= counted:
+                known += shared
+            if at >= counted:
                 on_use(node)
             at += shared
         if at < end:
             node = self._add_leaf(node, key[at:], priority)
             self._accounting.put_on_device(node, value[at:end].clone(), self._page_range(pages, at, end))
             self._events.record_store(node)
-            if on_use is not None:  # also where the request was here before, and what it had left is gone
-                on_use(node)
-        return InsertResult(prefix_len=duplicates, last_device_node=node)
+            on_use(node)  # also where the request was here before, and what it had left is gone
+        return Inserted(known_tokens=known, node=node)
 
     def _page_range(self, pages: PageArray, start: int, stop: int) -> PageArray:
         return pages[start // self.page_size : stop // self.page_size].copy()
@@ -261,7 +235,7 @@ class LayoutRadixTree(Generic[MetadataT]):
             upper.set_slots(value[:split_len].clone(), slot_pages[:pages].copy())
             child.set_slots(value[split_len:].clone(), slot_pages[pages:].copy())
         if metadata is not None:
-            first, rest = self._layout.split(metadata, split_len)
+            first, rest = metadata.split(split_len)
             upper.set_metadata(first)
             child.set_metadata(rest)
         self._in_flight.split(upper, child)
@@ -305,7 +279,7 @@ class LayoutRadixTree(Generic[MetadataT]):
     def all_values_flatten(self) -> torch.Tensor:
         """Every slot that the tree holds: int64, shape ``[tokens]``, on the pool's device."""
         values = [node.value for node in self.nodes() if node.value is not None]
-        return torch.cat(values) if values else self.nothing_found.device_indices
+        return torch.cat(values) if values else self.nothing_found.slots
 
     def _new_node(self, key: RadixKey, *, priority: int, tick: int | None = None) -> LayoutTreeNode[MetadataT]:
         self._next_id += 1
@@ -316,6 +290,10 @@ class LayoutRadixTree(Generic[MetadataT]):
     def _now(self) -> int:
         self._tick += 1
         return self._tick
+
+
+def _no_use(_node: object) -> None:
+    """A chunk of a prompt uses nothing."""
 
 
 def whole_pages_of(key: RadixKey, page_size: int) -> RadixKey:

@@ -12,6 +12,7 @@ import relied_on
 from relied_on import ABSENT, FLAGS, HOOKS, METHODS, NODES, TAGS, TREE, Facts, Source
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.test_utils import CustomTestCase
+from typing_extensions import override
 
 import sglang
 
@@ -64,6 +65,7 @@ class TestWhatDrifts(CustomTestCase):
     before: ClassVar[Facts]
 
     @classmethod
+    @override
     def setUpClass(cls) -> None:
         super().setUpClass()
         cls.before = _facts({})

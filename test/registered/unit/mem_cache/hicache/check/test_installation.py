@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from importlib.metadata import version
 from unittest import mock
 
 from sglang.srt.plugins import load_plugins
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.test_utils import CustomTestCase
+from typing_extensions import override
 
 from kvlayouts import main as command
 from sglang.srt.mem_cache.hicache.check import installation
+from sglang.srt.mem_cache.hicache.check.hooked import misfits
 from sglang.srt.mem_cache.hicache.check.installation import check_installation
 from sglang.srt.mem_cache.hicache.releases import supported_releases
 from sglang.srt.mem_cache.hicache.server import args as server_args
@@ -23,6 +26,7 @@ register_cpu_ci(est_time=60, suite="base-a-test-cpu")
 
 class TestCheck(CustomTestCase):
     @classmethod
+    @override
     def setUpClass(cls) -> None:
         super().setUpClass()
         load_plugins()
@@ -68,6 +72,31 @@ class TestCheck(CustomTestCase):
             self.assertIn("ServerArgs.add_cli_args", line.found)
             self.assertIn("SGLANG_PLUGINS", line.mend)
             self.assertEqual(command.main(["check"]), 1)
+
+    def test_a_hook_that_would_refuse_what_sglang_passes_is_named_with_the_reason(self) -> None:
+        for number, function, reason in (
+            (0, lambda _result: None, "ServerArgs.add_cli_args: too many positional arguments"),
+            (1, lambda _original, _args: None, "ServerArgs.from_cli_args: too many positional arguments"),
+            (1, lambda _original, _cls, namespace: namespace, "ServerArgs.from_cli_args: missing a required argument"),
+            (3, lambda _original, _self, *, sizes: sizes, "got an unexpected keyword argument 'is_dsa_model'"),
+            (
+                8,
+                lambda _original, _self, forward_batch, layer_id, key, *, act_quant, out_cache_loc=None: None,
+                "'act_quant'",
+            ),
+        ):
+            changed = replace(plugin.HOOKS[number], function=function)
+            with (
+                self.subTest(reason),
+                mock.patch.object(plugin, "HOOKS", (changed,)),
+                mock.patch.object(installation, "_CHECKS", installation._CHECKS[1:2]),  # noqa: SLF001  # hooks only
+            ):
+                (misfit,) = misfits(plugin.HOOKS)
+                self.assertIn(reason, misfit)
+                with mock.patch("sglang.srt.mem_cache.hicache.server.hooks.refuse_missing_hooks"):
+                    (line,) = check_installation()
+                self.assertEqual(line.found, f"do not take what SGLang passes: {misfit}")
+                self.assertFalse(line.passed)
 
     def test_a_check_that_raises_is_a_failed_line_and_the_others_go_on(self) -> None:
         with mock.patch.object(installation, "known_layouts", side_effect=RuntimeError("broken")):

@@ -6,6 +6,7 @@ import pytest
 import torch
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.test_utils import CustomTestCase
+from typing_extensions import override
 
 from sglang.srt.mem_cache.hicache.cpu.copy_ops import (
     transfer_kv_all_layer_direct_lf_pf,
@@ -24,6 +25,7 @@ WIDTH = 5  # odd, so that rows do not fill machine words
 class TestCopyOperators(CustomTestCase):
     """Every operator against a loop that copies one row at a time."""
 
+    @override
     def setUp(self) -> None:
         super().setUp()
         self.generator = torch.Generator().manual_seed(7)

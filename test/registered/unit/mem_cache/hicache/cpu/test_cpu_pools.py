@@ -11,11 +11,13 @@ from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool, MHATokenToKVPool, MLATokenToKVPool
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.test_utils import CustomTestCase
+from typing_extensions import override
 
 from sglang.srt.mem_cache.hicache.cpu.platform import HostCpuPlatform
 from sglang.srt.mem_cache.hicache.cpu.pools import CpuMLATokenToKVPool, CpuPagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.hicache.cpu.support import install_cpu_support
 from sglang.srt.mem_cache.hicache.runtime import standalone_runtime
+from sglang.srt.mem_cache.hicache.seam.platforms import pool_class_for
 from support.caches import LAYERS
 
 register_cpu_ci(est_time=15, suite="base-a-test-cpu")
@@ -25,6 +27,7 @@ SIZE, PAGE = 32, 4
 
 class TestCpuPools(CustomTestCase):
     @classmethod
+    @override
     def setUpClass(cls) -> None:
         super().setUpClass()
         install_cpu_support()
@@ -33,11 +36,12 @@ class TestCpuPools(CustomTestCase):
     def test_the_platform_serves_every_kind_of_pool_with_a_class_of_sglangs_or_one_built_on_it(self) -> None:
         platform = HostCpuPlatform()
         for found, base in (
-            (platform.get_mha_kv_pool_cls(), MHATokenToKVPool),
-            (platform.get_mla_kv_pool_cls(), MLATokenToKVPool),
-            (platform.get_dsa_kv_pool_cls(), DSATokenToKVPool),
+            (pool_class_for(platform, "mha"), MHATokenToKVPool),
+            (pool_class_for(platform, "mla"), MLATokenToKVPool),
+            (pool_class_for(platform, "dsa"), DSATokenToKVPool),
             (platform.get_paged_allocator_cls(), PagedTokenToKVPoolAllocator),
         ):
+            assert found is not None
             self.assertTrue(issubclass(found, base), found)
         self.assertFalse(platform.is_pin_memory_available())
         self.assertEqual(platform.get_default_attention_backend(), "torch_native")

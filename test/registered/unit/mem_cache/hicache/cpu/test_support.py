@@ -9,6 +9,7 @@ from sglang.srt.platforms import current_platform
 from sglang.srt.utils import get_device
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.test_utils import CustomTestCase
+from typing_extensions import override
 
 from sglang.srt.mem_cache.hicache.cpu import copy_ops, support
 from sglang.srt.mem_cache.hicache.cpu.platform import HostCpuPlatform
@@ -23,6 +24,7 @@ RESERVE_BYTES_OF_SGLANG = 10 << 30
 class TestCpuSupport(CustomTestCase):
     """Each test starts from SGLang as it is imported and leaves it as it was found."""
 
+    @override
     def setUp(self) -> None:
         super().setUp()
         found = _state()

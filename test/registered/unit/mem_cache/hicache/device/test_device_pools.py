@@ -6,7 +6,6 @@ import pytest
 import torch
 from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool, MHATokenToKVPool, MLATokenToKVPool
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.test_utils import CustomTestCase
 
 from sglang.srt.mem_cache.hicache.device.kinds import pool_kind
 from sglang.srt.mem_cache.hicache.device.pools import (
@@ -19,11 +18,12 @@ from sglang.srt.mem_cache.hicache.device.pools import (
     kv_buffers,
 )
 from sglang.srt.mem_cache.layouts import LayoutConfigError, PoolKind
+from support.caches import CacheTestCase
 
 register_cpu_ci(est_time=20, suite="base-a-test-cpu")
 
 
-class TestDevicePools(CustomTestCase):
+class TestDevicePools(CacheTestCase):
     def test_each_kind_is_sglangs_plain_class_of_that_kind(self) -> None:
         expected = {PoolKind.MHA: MHATokenToKVPool, PoolKind.MLA: MLATokenToKVPool, PoolKind.DSA: DSATokenToKVPool}
         for kind, pool_class in expected.items():

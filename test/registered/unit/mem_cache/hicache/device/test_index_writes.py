@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 from contextlib import contextmanager
 from importlib import import_module
+from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -18,6 +19,7 @@ import numpy as np
 import torch
 from sglang.srt.plugins import load_plugins
 from sglang.test.ci.ci_register import register_cpu_ci
+from typing_extensions import override
 
 from sglang.srt.mem_cache.hicache.copies.transfer import HostTransfer
 from sglang.srt.mem_cache.hicache.cpu.pools import CpuDSATokenToKVPool
@@ -40,8 +42,13 @@ register_cpu_ci(est_time=30, suite="base-a-test-cpu")
 WIDTH = 128
 LAYERS = 2
 INDEXER = "sglang.srt.layers.attention.dsa.dsa_indexer"
-INDEX_CACHE = "sglang.srt.mem_cache.index_key_cache"
-ACCESSOR = "sglang.kernels.ops.attention.dsa.index_buf_accessor"
+# Kernels of the index keys; they were moved.
+ACCESSOR = next(
+    name
+    for name in ("sglang.kernels.ops.kvcache.dsa_index_k_cache", "sglang.kernels.ops.attention.dsa.index_buf_accessor")
+    if find_spec(name)
+)
+ACCESSOR_IN_CACHE = f"sglang.srt.mem_cache.index_key_cache.{ACCESSOR.rpartition('.')[2]}"
 _indexer: Any = import_module(INDEXER)  # SGLang's model code has no stubs
 _context: Any = import_module("sglang.srt.model_executor.forward_context")
 _counters: Any = import_module("sglang.srt.managers.cache_controller")
@@ -160,10 +167,12 @@ def read_like_sglang(pool: LayoutMLATokenToKVPool, layer: int) -> torch.Tensor:
 
 class TestIndexWrites(CacheTestCase):
     @classmethod
+    @override
     def setUpClass(cls) -> None:
         super().setUpClass()
         load_plugins()
 
+    @override
     def setUp(self) -> None:
         torch.manual_seed(1)
         self.indexer = BareIndexer()
@@ -298,7 +307,7 @@ class TestIndexWrites(CacheTestCase):
         rows = torch.randperm(4 * PAGE)[:70]
         quantised, scales = quantise(keys)
         ours, theirs = torch.zeros(2, 4, PAGE * (WIDTH + 4), dtype=torch.uint8).unbind()
-        geometry = SimpleNamespace(page_size=PAGE, index_head_dim=WIDTH)
+        geometry = SimpleNamespace(page_size=PAGE, index_page_size=PAGE, index_head_dim=WIDTH)
         store(keys, ours, rows, PAGE)
         with interpreted(ACCESSOR) as accessor:
             accessor.SetKAndS.execute(geometry, buf=theirs, loc=rows, index_k=quantised, index_k_scale=scales)
@@ -311,7 +320,7 @@ class TestIndexWrites(CacheTestCase):
         pools: list[Any] = [group.whole, *group.shared]
         table = torch.tensor(chain, dtype=torch.int32)
         group.everywhere(lambda pool: index_pages(pool, 0))  # gathered here: the interpreter has one thread
-        with interpreted(ACCESSOR) as accessor, mock.patch(f"{INDEX_CACHE}.index_buf_accessor", accessor):
+        with interpreted(ACCESSOR) as accessor, mock.patch(ACCESSOR_IN_CACHE, accessor):
             keys = [pool.get_index_k_continuous(0, 2 * PAGE + 5, table) for pool in pools]
             scales = [pool.get_index_k_scale_continuous(0, 2 * PAGE + 5, table) for pool in pools]
         self.assertEqual(group.reduce.calls, LAYERS + 1)

@@ -11,13 +11,14 @@ from sglang.srt.environ import envs
 from sglang.srt.layers.quantization.fp4_kv_cache_quant_method import CPUFP8KVCacheMethod
 from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool, KVCache, MHATokenToKVPool, MLATokenToKVPool
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.test_utils import CustomTestCase
 
 import sglang
 from sglang.srt.mem_cache.hicache.cpu.pools import CpuDSATokenToKVPool, CpuMLATokenToKVPool
 from sglang.srt.mem_cache.hicache.device.kinds import kind_of_pool_class, pool_kind
 from sglang.srt.mem_cache.hicache.device.shared_pools import LayoutMLATokenToKVPool
+from sglang.srt.mem_cache.hicache.seam.features import SINCE_0_5_23
 from sglang.srt.mem_cache.layouts import PoolKind
+from support.caches import CacheTestCase, pooled_keys_page_size
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -75,11 +76,28 @@ HARDWARE_POOLS: dict[str, set[str]] = {
     "hardware_backend.mlx.model_runner_stub": {"_DummyKVCache"},
 }
 
+if SINCE_0_5_23:
+    DEVICE_POOLS["mem_cache.hisparse_memory_pool"]["HiSparseMHAMainPool"] = PoolKind.OTHER  # the rest is on the host
+    DEVICE_POOLS["mem_cache.minimax_m3_nvfp4_pool"] = {  # scales and index keys beside the rows
+        "MiniMaxM3Nvfp4IndexKPool": PoolKind.OTHER,
+        "MiniMaxM3Nvfp4KVPool": PoolKind.OTHER,
+        "MiniMaxM3Nvfp4MainKVPool": PoolKind.OTHER,
+    }
+    DEVICE_POOLS["mem_cache.page_interleave_pool"] = {  # pages of one rank, gathered by its reader
+        "PageInterleaveDSATokenToKVPool": PoolKind.OTHER,
+        "PageInterleaveMHATokenToKVPool": PoolKind.OTHER,
+        "PageInterleaveMLATokenToKVPool": PoolKind.OTHER,
+    }
+    DEVICE_POOLS["mem_cache.unified_draft_pool"] = {  # drafts within another pool's slots
+        "UnifiedDraftKVPool": PoolKind.OTHER,
+        "UnifiedDraftSWAKVPool": PoolKind.OTHER,
+    }
+
 CLASS_STATEMENT = re.compile(r"^[ \t]*class (\w+)\(([^)]*)\):", re.MULTILINE)
 OUR_PACKAGES = ("mem_cache.layouts", "mem_cache.hicache")
 
 
-class TestPoolKinds(CustomTestCase):
+class TestPoolKinds(CacheTestCase):
     def test_a_pool_class_of_ours_counts_as_the_one_it_extends_in_whatever_room_it_lies(self) -> None:
         self.assertIs(kind_of_pool_class(LayoutMLATokenToKVPool), PoolKind.MLA)
         self.assertIs(kind_of_pool_class(CpuMLATokenToKVPool), PoolKind.MLA)
@@ -160,8 +178,8 @@ def _make_mha_pool(**settings: object) -> MHATokenToKVPool:
 
 def _make_dsa_pool(index_kpool: int = 1) -> DSATokenToKVPool:
     return DSATokenToKVPool(
-        size=128,
-        page_size=64,
+        size=4 * 64,
+        page_size=pooled_keys_page_size(index_kpool),
         dtype=torch.bfloat16,
         kv_lora_rank=512,
         qk_rope_head_dim=64,

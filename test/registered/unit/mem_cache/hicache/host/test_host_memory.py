@@ -14,6 +14,7 @@ from unittest import mock
 
 from sglang.srt.plugins import load_plugins
 from sglang.test.ci.ci_register import register_cpu_ci
+from typing_extensions import override
 
 from sglang.srt.mem_cache.hicache.device.geometry import DsaGeometry
 from sglang.srt.mem_cache.hicache.device.pools import build_device_pool, bytes_of
@@ -143,6 +144,7 @@ class TestOneMachine(CacheTestCase):
 
 
 class TestControlGroups(unittest.TestCase):
+    @override
     def setUp(self) -> None:
         self.folder = Path(self.enterContext(tempfile.TemporaryDirectory()))
 
@@ -192,6 +194,7 @@ class TestInTheParent(CacheTestCase):
     folder: ClassVar[str]
 
     @classmethod
+    @override
     def setUpClass(cls) -> None:
         super().setUpClass()
         load_plugins()

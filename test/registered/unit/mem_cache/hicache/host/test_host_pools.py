@@ -16,7 +16,7 @@ from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool, KVCache
 from sglang.srt.mem_cache.pool_host import HostKVCache, HostPoolGroup
 from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.test_utils import CustomTestCase
+from typing_extensions import override
 
 from sglang.srt.mem_cache.hicache.cpu.support import install_cpu_support
 from sglang.srt.mem_cache.hicache.device.pools import (
@@ -29,7 +29,9 @@ from sglang.srt.mem_cache.hicache.device.pools import (
     kv_buffers,
 )
 from sglang.srt.mem_cache.hicache.host.pools import AnyHostPool, build_host_pool, host_bytes_of
+from sglang.srt.mem_cache.hicache.seam.sglang import submit_load
 from sglang.srt.mem_cache.layouts import LayoutConfigError
+from support.caches import CacheTestCase, pooled_keys_page_size
 
 register_cpu_ci(est_time=40, suite="base-a-test-cpu")
 
@@ -81,9 +83,11 @@ class Bench:
         return [entry.host_pool for entry in self.host.entries] if isinstance(self.host, HostPoolGroup) else [self.host]
 
 
-class TestTransfersBetweenRealPools(CustomTestCase):
+class TestTransfersBetweenRealPools(CacheTestCase):
     @classmethod
+    @override
     def setUpClass(cls) -> None:
+        super().setUpClass()
         assert install_cpu_support()
         cls.engine = L2TransferEngine("direct")
 
@@ -114,8 +118,8 @@ class TestTransfersBetweenRealPools(CustomTestCase):
         expected = bench.pages_on_device()
         expected[target] = saved[source]
         layers: list[int] = []
-        completion = self.engine.submit_host_to_device(
-            bench.transfers(host_rows, _rows(target)), layer_num=LAYERS, on_layer_done=layers.append
+        completion = submit_load(
+            self.engine, bench.transfers(host_rows, _rows(target)), layers=LAYERS, on_layer_done=layers.append
         )
         self._check_complete(completion)
         assert layers == list(range(LAYERS))
@@ -128,9 +132,7 @@ class TestTransfersBetweenRealPools(CustomTestCase):
         for transfers in ([], bench.transfers(no_rows, no_rows)):
             layers: list[int] = []
             self._check_complete(self.engine.submit_device_to_host(transfers))
-            self._check_complete(
-                self.engine.submit_host_to_device(transfers, layer_num=LAYERS, on_layer_done=layers.append)
-            )
+            self._check_complete(submit_load(self.engine, transfers, layers=LAYERS, on_layer_done=layers.append))
             assert layers == list(range(LAYERS))
         assert torch.equal(bench.pages_on_device(), before)
 
@@ -139,7 +141,7 @@ class TestTransfersBetweenRealPools(CustomTestCase):
         assert completion.finish_event.query()
 
 
-class TestController(CustomTestCase):
+class TestController(CacheTestCase):
     def test_sglangs_own_controller_backs_up_and_loads_on_a_cpu(self) -> None:
         assert install_cpu_support()
         for geometry, layout in itertools.product((GEOMETRIES[0], GEOMETRIES[2]), HOST_LAYOUTS):
@@ -163,7 +165,7 @@ class TestController(CustomTestCase):
                 host_rows = controller.write(slots, node_id=11)
                 assert host_rows is not None
                 assert [ack.node_ids for ack in controller.ack_write_queue] == [[11]]
-                controller.evict_device(slots)
+                allocator.free(slots)
                 _scribble(bench.device)
                 loaded = controller.load(host_rows, node_id=11)
                 assert loaded is not None
@@ -172,9 +174,11 @@ class TestController(CustomTestCase):
                 assert torch.equal(bench.pages_on_device()[loaded[::PAGE] // PAGE], saved)
 
 
-class TestHostPools(CustomTestCase):
+class TestHostPools(CacheTestCase):
     @classmethod
+    @override
     def setUpClass(cls) -> None:
+        super().setUpClass()
         assert install_cpu_support()
 
     def test_a_dsa_pool_gets_an_index_pool_that_follows_the_kv_pools_rows(self) -> None:
@@ -218,9 +222,10 @@ class TestHostPools(CustomTestCase):
             build_host_pool(device, page_size=PAGE, mem_layout="sideways")
 
     def test_a_pool_that_is_not_served_is_refused_by_name(self) -> None:
+        page_size = pooled_keys_page_size(2)
         device = DSATokenToKVPool(
-            size=PAGE,
-            page_size=PAGE,
+            size=page_size,
+            page_size=page_size,
             dtype=torch.bfloat16,
             kv_lora_rank=512,
             qk_rope_head_dim=64,
@@ -232,7 +237,7 @@ class TestHostPools(CustomTestCase):
             index_kpool=2,
         )
         with pytest.raises(LayoutConfigError, match="does not support the KV pool DSATokenToKVPool"):
-            build_host_pool(device, page_size=PAGE, mem_layout="layer_first")
+            build_host_pool(device, page_size=page_size, mem_layout="layer_first")
 
     def test_too_little_host_memory_is_refused(self) -> None:
         device = _make_device_pool(DsaGeometry())

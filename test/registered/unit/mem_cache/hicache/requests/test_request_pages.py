@@ -15,13 +15,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.plugins import load_plugins
 from sglang.test.ci.ci_register import register_cpu_ci
+from typing_extensions import override
 
 from sglang.srt.mem_cache.hicache.requests.pages import RequestPages
 from sglang.srt.mem_cache.hicache.runtime import standalone_runtime
+from sglang.srt.mem_cache.hicache.tree.calls import Insertion
 from sglang.srt.mem_cache.layouts import LayoutInvariantError
 from support.caches import CacheSpec, CacheTestCase, chain
 from support.device_tensors import READS, DeviceReadError, on_device, peek
@@ -41,6 +43,7 @@ class OneTokenPages(CacheSpec):
     """Pages of one token, which SGLang allocates another way."""
 
     @property
+    @override
     def page_size(self) -> int:
         """One."""
         return 1
@@ -56,6 +59,7 @@ SPECS: dict[str, CacheSpec] = {
 
 class RequestPagesTestCase(CacheTestCase):
     @classmethod
+    @override
     def setUpClass(cls) -> None:
         super().setUpClass()
         load_plugins()
@@ -174,6 +178,7 @@ def _wander(scheduler: Scheduler, rng: random.Random, steps: int = 100) -> None:
 
 
 class TestWhatIsNotKnown(RequestPagesTestCase):
+    @override
     def setUp(self) -> None:
         super().setUp()
         self.enterContext(standalone_runtime(page_size=PAGE, attention_backend="torch_native"))
@@ -252,13 +257,14 @@ class TestWhatIsNotKnown(RequestPagesTestCase):
             damaged = slots.clone()
             damaged[wrong] = slots[0]
             with self.assertRaisesRegex(LayoutInvariantError, "page"):
-                scheduler.cache.insert(InsertParams(key=key, value=damaged))
+                scheduler.cache.put(Insertion(key=key, value=damaged))
         self.assertEqual(list(scheduler.cache.nodes()), [])
 
 
 class TestRows(unittest.TestCase):
     """`RequestPages` by itself."""
 
+    @override
     def setUp(self) -> None:
         from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from sglang.srt.plugins import load_plugins
 from sglang.test.ci.ci_register import register_cpu_ci
+from typing_extensions import override
 
 from sglang.srt.mem_cache.hicache.runtime import standalone_runtime
 from support.caches import CacheSpec, CacheTestCase, chain
@@ -21,6 +22,7 @@ register_cpu_ci(est_time=15, suite="base-a-test-cpu")
 
 class TestOneRequestIsOneUse(CacheTestCase):
     @classmethod
+    @override
     def setUpClass(cls) -> None:
         super().setUpClass()
         load_plugins()

@@ -18,6 +18,7 @@ from sglang.srt.arg_groups.model_override_base import resolving_view
 from sglang.srt.plugins import load_plugins
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.test_utils import CustomTestCase
+from typing_extensions import override
 
 from sglang.srt.mem_cache.hicache.server import args as server_args
 from sglang.srt.mem_cache.hicache.server import hooks, plugin, refusals
@@ -33,6 +34,7 @@ register_cpu_ci(est_time=60, suite="base-a-test-cpu")
 
 class FlagsTestCase(CustomTestCase):
     @classmethod
+    @override
     def setUpClass(cls) -> None:
         super().setUpClass()
         load_plugins()
@@ -162,7 +164,7 @@ class TestFlags(FlagsTestCase):
             ("identity", "{", False, "must be JSON or @FILE"),
             ("identity", "@/nowhere/x.json", False, "cannot read '/nowhere/x.json': No such file"),
             ("identity", "@/no\0where", False, "cannot read '/no.*where': embedded null byte"),
-            ("identity", f"@{sys.executable}", False, "--kv-layout-config: cannot read '.*': is no UTF-8"),
+            ("identity", f"@{sys.executable}", False, "--kv-layout-config: cannot read '.*': is not UTF-8"),
             ("identity", "[" * 100_000, False, r"must be JSON or @FILE with JSON, got '\[{36}\.\.\.: "),
             ("", None, False, "--kv-layout-strategy must be one of identity, cp_shared, got ''"),
             ("", None, True, "implies --kv-layout-strategy cp_shared, got --kv-layout-strategy "),
@@ -207,6 +209,14 @@ class TestCheckBeforeTheLaunch(FlagsTestCase):
         choice = choice_of(record)
         assert choice is not None
         self.assertEqual(choice.strategy, "identity")
+
+    def test_a_strategy_that_would_share_nothing_anyway_stays_without_a_word(self) -> None:
+        with self.assertNoLogs(server_args.logger, "WARNING"):
+            record = self._check({"tp_size": 1}, shard_size=1, strategy="identity")
+        choice = choice_of(record)
+        assert choice is not None
+        self.assertFalse(choice.wants_peers(page_size=16))
+        self.assertTrue(LayoutChoice(strategy="cp_shared").wants_peers(page_size=16))
 
     def test_a_strategy_that_keeps_a_page_on_two_ranks_is_refused(self) -> None:
         sys.path.insert(0, str(FAULTY_LAYOUTS))

@@ -13,6 +13,7 @@ from unittest import mock
 from sglang.srt.managers.scheduler_components.metrics_reporter import SchedulerMetricsReporter
 from sglang.srt.observability.metrics_collector import RadixCacheMetricsCollector, SchedulerStats
 from sglang.test.ci.ci_register import register_cpu_ci
+from typing_extensions import override
 
 from sglang.srt.mem_cache.hicache.server import metrics
 from sglang.srt.mem_cache.hicache.server.metrics import (
@@ -145,6 +146,7 @@ class TestWhoReports(CacheTestCase):
         class Users(RadixCacheMetricsCollector):
             bytes_seen = 0
 
+            @override
             def increment_backup_num_bytes(self, num_bytes: int) -> None:
                 self.bytes_seen += num_bytes
 

@@ -12,6 +12,7 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.l2_transfer import TransferCompletion
 from sglang.srt.observability.metrics_collector import RadixCacheMetricsCollector
 from sglang.test.ci.ci_register import register_cpu_ci
+from typing_extensions import override
 
 from support.caches import CacheSpec, CacheTestCase, Rank, SlowEngine, chain, page_views
 from support.faults import each_layout, fault_spec
@@ -61,6 +62,7 @@ class _TimedEvent:
 class _TimedEngine(SlowEngine):
     """Each copy takes a quarter of a second."""
 
+    @override
     def _submit(self, events: list[Any], submit: Callable[[], TransferCompletion]) -> TransferCompletion:
         super()._submit(events, submit)
         return TransferCompletion(_TimedEvent(milliseconds=1_000), _TimedEvent(milliseconds=1_250), True)

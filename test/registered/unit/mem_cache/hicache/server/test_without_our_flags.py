@@ -16,6 +16,7 @@ from sglang.srt.plugins.hook_registry import HookType
 from sglang.srt.runtime_context import get_memory
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.test_utils import CustomTestCase
+from typing_extensions import override
 
 from sglang.srt.mem_cache.hicache.device.pools import build_device_pool
 from sglang.srt.mem_cache.hicache.runtime import standalone_runtime
@@ -79,6 +80,7 @@ class TestHooks(CustomTestCase):
 
 class TestTree(CustomTestCase):
     @classmethod
+    @override
     def setUpClass(cls) -> None:
         super().setUpClass()
         load_plugins()

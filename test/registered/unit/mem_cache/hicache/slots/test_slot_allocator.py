@@ -11,7 +11,7 @@ from sglang.srt.mem_cache.allocator.paged import alloc_extend_naive
 from sglang.test.ci.ci_register import register_cpu_ci
 
 from sglang.srt.mem_cache.hicache.slots.allocator import (
-    CPSharedPagedTokenToKVPoolAllocator,
+    LaneSlotAllocator,
     StockSlotAllocator,
     slot_allocator,
 )
@@ -258,7 +258,7 @@ class _Oracle:
 
 
 def _extend(
-    allocator: CPSharedPagedTokenToKVPoolAllocator,
+    allocator: LaneSlotAllocator,
     firsts: Sequence[int],
     ends: Sequence[int],
     lasts: Sequence[int],
@@ -279,11 +279,11 @@ def _lanes(lanes: Iterable[int]) -> LaneArray:
     return np.array(list(lanes), dtype=np.int16)
 
 
-def _make_allocator(spec: CacheSpec, physical_size: int | None = None) -> CPSharedPagedTokenToKVPoolAllocator:
+def _make_allocator(spec: CacheSpec, physical_size: int | None = None) -> LaneSlotAllocator:
     layout, pool = make_layout(spec, 0), make_device_pool(spec)
     if physical_size is None:
         return make_allocator(spec, layout, pool)
-    return CPSharedPagedTokenToKVPoolAllocator(
+    return LaneSlotAllocator(
         layout=layout, physical_size=physical_size, dtype=torch.bfloat16, device="cpu", kvcache=pool
     )
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.test_utils import CustomTestCase
 
-from sglang.srt.mem_cache.hicache.slots.free_pages import PageLanes, PageTurns, slot_pages
+from sglang.srt.mem_cache.hicache.slots.free_pages import PageLanes, PageTurns, free_slot_pages_of
 from sglang.srt.mem_cache.hicache.slots.page_runs import PageRuns
 from sglang.srt.mem_cache.layouts import CpSharedLayout, IdentityLayout
 from sglang.srt.mem_cache.layouts.errors import LayoutConfigError, LayoutInvariantError
@@ -191,18 +191,18 @@ class TestPageTurns(CustomTestCase):
 class _Unmarked(CpSharedLayout):
     """A strategy that does not say that it deals in turn."""
 
-    deals_in_turn = False
+    deals_in_turn = False  # type: ignore[misc]  # it takes back what its parent says
 
 
 class TestChoice(CustomTestCase):
     def test_the_kind_follows_from_what_the_strategy_says_about_itself(self) -> None:
         for layout, kind in (
-            (CpSharedLayout(page_size=4, cp_size=3, cp_rank=1), PageTurns),
-            (_Unmarked(page_size=4, cp_size=3, cp_rank=1), PageLanes),
-            (CpSharedLayout(page_size=4, cp_size=1, cp_rank=0), PageLanes),
+            (CpSharedLayout(page_size=4, shard_size=3, shard_rank=1), PageTurns),
+            (_Unmarked(page_size=4, shard_size=3, shard_rank=1), PageLanes),
+            (CpSharedLayout(page_size=4, shard_size=1, shard_rank=0), PageLanes),
             (IdentityLayout(page_size=4), PageLanes),
         ):
-            pages = slot_pages(layout, 12)
+            pages = free_slot_pages_of(layout, 12)
             self.assertIs(type(pages), kind)
             self.assertEqual(sorted(pages.all_free()), list(range(layout.lane_count, layout.lane_count + 12)))
 

@@ -6,9 +6,10 @@ import unittest
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InitLoadBackParams, InsertParams, MatchPrefixParams
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.test.ci.ci_register import register_cpu_ci
 
+from sglang.srt.mem_cache.hicache.tree.calls import Insertion
 from sglang.srt.mem_cache.layouts import CpHiCacheNodeMetadata, LayoutInvariantError
 from support.caches import CacheSpec, CacheTestCase, Rank, chain
 from support.groups import Group, Request
@@ -62,7 +63,7 @@ class TestBackupState(CacheTestCase):
         request = _start(group, 1, 2)
         for rank in group.ranks:
             key, value = rank.key(request.tokens), rank.allocator.slots(request.pages)
-            rank.cache.insert(InsertParams(key=key, value=value, chunked=True))
+            rank.cache.put(Insertion(key=key, value=value, is_use=False))
             (node,) = rank.nodes()
             self.assertEqual((node.hit_count, node.backuped, len(rank.engine.writes)), (0, False, 0))
 
@@ -165,10 +166,10 @@ class TestLoadBack(CacheTestCase):
         group.serve(chain(group.spec, 1, 2, 3, 4, 5))
         group.evict_all()
         for rank in group.ranks:
-            match = rank.cache.match_prefix(MatchPrefixParams(key=rank.key(chain(group.spec, 1, 2, 3, 4, 5))))
-            self.assertEqual((len(match.device_indices), match.host_hit_length), (0, 20))
-            self.assertIs(match.last_device_node, rank.cache.root_node)
-            loaded = rank.cache.load_back(match.best_match_node)
+            match = rank.cache.match(rank.key(chain(group.spec, 1, 2, 3, 4, 5)))
+            self.assertEqual((len(match.slots), match.host_tokens), (0, 20))
+            self.assertIs(match.device_node, rank.cache.root_node)
+            loaded = rank.cache.load_back(match.host_node)
             assert loaded is not None
             self.assertEqual(len(loaded), 20)
             self.assertEqual([len(node.value) for node in rank.nodes() if node.value is not None], [8, 12])
@@ -225,7 +226,7 @@ class TestLoadBack(CacheTestCase):
             rank.cache.evict(EvictParams(num_tokens=12))
             (node,) = rank.nodes()
             self.assertEqual(rank.cache.evict_host(12), 12)
-            loaded, last = rank.cache.init_load_back(InitLoadBackParams(best_match_node=node, host_hit_length=12))
+            loaded, last = rank.cache.bring_back(node)
             self.assertEqual((len(loaded), last), (0, rank.cache.root_node))
         group.check()
 

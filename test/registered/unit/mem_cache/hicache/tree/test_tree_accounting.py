@@ -7,19 +7,14 @@ from typing import Any, get_args
 
 import numpy as np
 from sglang.srt.disaggregation.kv_events import BlockStored, StorageMedium
-from sglang.srt.mem_cache.base_prefix_cache import (
-    EvictParams,
-    InitLoadBackParams,
-    InsertParams,
-    MatchPrefixParams,
-    MatchResult,
-)
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams
 from sglang.test.ci.ci_register import register_cpu_ci
 
 from sglang.srt.mem_cache.hicache.accepted import WritePolicy
 from sglang.srt.mem_cache.hicache.check.invariants import violations
-from sglang.srt.mem_cache.hicache.tree.radix_tree import PagedInsertParams
+from sglang.srt.mem_cache.hicache.tree.calls import Insertion
 from sglang.srt.mem_cache.layouts import LayoutInvariantError
+from sglang.srt.mem_cache.layouts.testing_metadata import stored_arrays
 from support.caches import CacheSpec, CacheTestCase, Rank, chain
 from support.groups import Group, Request
 
@@ -55,12 +50,8 @@ class TestMemQuota(CacheTestCase):
         quota = None if quota_pages is None else quota_pages * 4
 
         def load(rank: Rank) -> int:
-            match = rank.cache.match_prefix(MatchPrefixParams(key=rank.key(tokens)))
-            value, node = rank.cache.init_load_back(
-                InitLoadBackParams(
-                    best_match_node=match.best_match_node, host_hit_length=match.host_hit_length, mem_quota=quota
-                )
-            )
+            match = rank.cache.match(rank.key(tokens))
+            value, node = rank.cache.bring_back(match.host_node, quota)
             self.assertIsNotNone(node.value, "the node that the scheduler locks is on the device")
             rank.cache.ready_to_load_host_cache()
             return len(value)
@@ -173,24 +164,24 @@ class TestTreeShape(CacheTestCase):
         group.serve(chain(group.spec, 1, 2))
         for rank in group.ranks:
             for tokens in (chain(group.spec, 7), chain(group.spec, 1, 9), chain(group.spec, 1, 2, 3)):
-                rank.cache.match_prefix(MatchPrefixParams(key=rank.key(tokens)))
+                rank.cache.match(rank.key(tokens))
             for node in (rank.cache.root_node, *rank.nodes()):
                 self.assertIs(type(node.children), dict)
             self.assertEqual([node.tokens for node in rank.nodes()], [4, 4])  # split by the second look
 
     def test_insert_with_too_few_slots_raises_with_both_numbers_and_changes_nothing(self) -> None:
         (rank,) = Group(CacheSpec(ranks=1)).ranks
-        slots = rank.allocator.alloc(4)
-        for value, count in ((slots, 4), (None, 0)):
-            with self.assertRaisesRegex(LayoutInvariantError, f"insert of 8 tokens came with {count} slots"):
-                rank.cache.insert(InsertParams(key=rank.key(chain(rank.spec, 1, 2)), value=value))
+        with self.assertRaisesRegex(LayoutInvariantError, "insert of 8 tokens came with 4 slots"):
+            rank.cache.put(Insertion(key=rank.key(chain(rank.spec, 1, 2)), value=rank.take(4)))
+        with self.assertRaisesRegex(LayoutInvariantError, "insert of 8 tokens came without slots"):
+            rank.cache.insert(InsertParams(key=rank.key(chain(rank.spec, 1, 2))))
         self.assertEqual(rank.nodes(), [])
 
     def test_insert_with_too_few_page_numbers_raises_and_leaves_no_empty_node(self) -> None:
         (rank,) = Group(CacheSpec(ranks=1)).ranks
-        key, value = rank.key(chain(rank.spec, 1, 2)), rank.allocator.alloc(8)
+        key, value = rank.key(chain(rank.spec, 1, 2)), rank.take(8)
         with self.assertRaisesRegex(LayoutInvariantError, "insert of 8 tokens came with 1 slot pages"):
-            rank.cache.insert(PagedInsertParams(key=key, value=value, slot_pages=np.array([2], dtype=np.int64)))
+            rank.cache.put(Insertion(key=key, value=value, slot_pages=np.array([2], dtype=np.int64)))
         self.assertEqual((rank.nodes(), rank.cache.root_node.children), ([], {}))
 
     def test_page_numbers_that_come_with_an_insert_are_copied_and_those_of_the_slots(self) -> None:
@@ -199,7 +190,7 @@ class TestTreeShape(CacheTestCase):
         assert pages is not None
         kept, value = pages.tolist(), rank.allocator.slots(pages)
         key = rank.key(chain(rank.spec, 1, 2, 3))
-        rank.cache.insert(PagedInsertParams(key=key, value=value, slot_pages=pages))
+        rank.cache.put(Insertion(key=key, value=value, slot_pages=pages))
         pages.fill(0)
         (node,) = rank.nodes()
         self.assertEqual(node.slot_pages.tolist(), kept)
@@ -208,10 +199,10 @@ class TestTreeShape(CacheTestCase):
     def test_a_chain_shorter_than_a_page_is_neither_kept_nor_found(self) -> None:
         (rank,) = Group(CacheSpec(ranks=1)).ranks
         tokens = chain(rank.spec, 1)[:3]
-        inserted = rank.cache.insert(InsertParams(key=rank.key(tokens), value=rank.allocator.alloc(4)))
-        self.assertEqual(inserted.prefix_len, 0)
-        match: MatchResult = rank.cache.match_prefix(MatchPrefixParams(key=rank.key(tokens)))
-        self.assertEqual((len(match.device_indices), match.host_hit_length, rank.nodes()), (0, 0, []))
+        inserted = rank.cache.put(Insertion(key=rank.key(tokens), value=rank.take(4)))
+        self.assertEqual(inserted.known_tokens, 0)
+        match = rank.cache.match(rank.key(tokens))
+        self.assertEqual((len(match.slots), match.host_tokens, rank.nodes()), (0, 0, []))
 
     def test_both_halves_of_a_node_split_under_backup_are_announced_as_stored_on_the_host(self) -> None:
         group = Group(CacheSpec(events=True))
@@ -270,7 +261,9 @@ class TestLifetimes(CacheTestCase):
                 arrays = [node.slot_pages, node.metadata.host_pages, getattr(node.metadata, "lanes", node.slot_pages)]
                 for owner in arrays:
                     self.assertIsNone(owner.base)
-                self.assertLessEqual(node.metadata.nbytes, node.tokens // 4 * (8 + 2))
+                self.assertLessEqual(
+                    sum(array.nbytes for array in stored_arrays(node.metadata)), node.tokens // 4 * (8 + 2)
+                )
 
 
 def _start(group: Group, *pages: int) -> Request:
@@ -280,8 +273,8 @@ def _start(group: Group, *pages: int) -> Request:
 
 
 def _insert(rank: Rank, tokens: Any) -> Any:  # noqa: ANN401  # tokens of a chain; a node
-    value = rank.allocator.alloc(len(tokens))
-    return rank.cache.insert(InsertParams(key=rank.key(tokens), value=value)).last_device_node
+    value = rank.take(len(tokens))
+    return rank.cache.put(Insertion(key=rank.key(tokens), value=value)).node
 
 
 def _stored(rank: Rank, medium: StorageMedium) -> list[int]:

@@ -22,6 +22,7 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 from sglang.srt.mem_cache.pool_host.dsa import DSAIndexerPoolHost
 
 from sglang.srt.mem_cache.hicache.device.pools import index_buffers
+from sglang.srt.mem_cache.hicache.seam.sglang import index_host_layers
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -110,7 +111,10 @@ def _views(entry: PoolEntry, page_size: int) -> list[tuple[_Views, _Views]] | No
     if host_pool.layout not in ("layer_first", "page_first_direct"):
         return None
     if isinstance(host_pool, DSAIndexerPoolHost):
-        host = [_host_layer(host_pool.index_k_with_scale_buffer, layer, host_pool.layout, 1) for layer in range(layers)]
+        host = [
+            None if layer is None else _host_layer(host_pool.index_k_with_scale_buffer, layer, host_pool.layout, 1)
+            for layer in index_host_layers(host_pool, layers)
+        ]
         device = [buffer if buffer.numel() else None for buffer in index_buffers(device_pool)]
         if len(device) != layers:
             return None

@@ -12,13 +12,13 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
-from sglang.srt.mem_cache.base_prefix_cache import InitLoadBackParams, InsertParams, MatchPrefixParams
 from sglang.test.ci.ci_register import register_cpu_ci
 
 from sglang.srt.mem_cache.hicache.copies.cuda.page_copier import CopyTuning, CudaPageCopier
 from sglang.srt.mem_cache.hicache.copies.cuda.page_kernel import KernelShape
 from sglang.srt.mem_cache.hicache.copies.cuda.page_maps import page_maps
 from sglang.srt.mem_cache.hicache.copies.transfer import HostTransfer
+from sglang.srt.mem_cache.hicache.tree.calls import Insertion
 from sglang.srt.mem_cache.layouts import PoolKind
 from support.caches import CacheSpec, CacheTestCase, Rank, chain
 from support.groups import Group, chain_lanes, pages_of
@@ -79,7 +79,7 @@ class Device:
             pages = rank.cache.alloc_slots(chain_lanes(rank, tokens, None, 0, len(tokens) // rank.spec.page_size))
             assert pages is not None
             self.launch(forward, rank, tokens, pages)
-            rank.cache.insert(InsertParams(key=rank.key(tokens), value=rank.cache.slots.slots(pages)))
+            rank.cache.put(Insertion(key=rank.key(tokens), value=rank.cache.slots.slots(pages)))
 
     def launch(self, forward: Stream, rank: Rank, tokens: array[int], pages: PageArray) -> None:
         """A forward pass that takes long and ends with writing `tokens` to `pages`."""
@@ -90,11 +90,9 @@ class Device:
         """Load a chain that only the host has; pages with wrong bytes on each rank."""
         loaded = []
         for rank in self.group.ranks:
-            match = rank.cache.match_prefix(MatchPrefixParams(key=rank.key(tokens)))
-            assert (len(match.device_indices), match.host_hit_length) == (0, len(tokens)), "not on the host alone"
-            slots, _ = rank.cache.init_load_back(
-                InitLoadBackParams(best_match_node=match.best_match_node, host_hit_length=match.host_hit_length)
-            )
+            match = rank.cache.match(rank.key(tokens))
+            assert (len(match.slots), match.host_tokens) == (0, len(tokens)), "not on the host alone"
+            slots, _ = rank.cache.bring_back(match.host_node)
             rank.cache.ready_to_load_host_cache()
             loaded.append(pages_of(slots, rank.spec.page_size))
         self.cuda.drain()

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.test_utils import CustomTestCase
+from typing_extensions import override
 
 from sglang.srt.mem_cache.hicache.copies.cuda.kernel_queue import chunk_table
 from sglang.srt.mem_cache.hicache.copies.cuda.page_maps import PageMap, page_maps
@@ -38,6 +39,7 @@ class TestPageCopies(CustomTestCase):
     kernel: ModuleType
 
     @classmethod
+    @override
     def setUpClass(cls) -> None:
         super().setUpClass()
         install_cpu_support()

@@ -17,6 +17,7 @@ from sglang.test.test_utils import CustomTestCase
 from triton.backends.compiler import GPUTarget  # type: ignore[import-untyped]  # ditto
 from triton.backends.nvidia.compiler import CUDABackend  # type: ignore[import-untyped]  # ditto
 from triton.runtime.jit import create_function_from_signature  # type: ignore[import-untyped]  # ditto
+from typing_extensions import override
 
 from sglang.srt.mem_cache.hicache.copies.cuda import driver, page_kernel
 from sglang.srt.mem_cache.hicache.copies.cuda.kernel_queue import chunk_table
@@ -105,6 +106,7 @@ class HostDriver:
 
 
 class TestPageKernel(CustomTestCase):
+    @override
     def setUp(self) -> None:
         self.table, self.pairs = torch.zeros((3, 6, 5), dtype=torch.int64), torch.zeros(20, dtype=torch.int64)
         self.counters = torch.zeros(3, dtype=torch.int32)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.test_utils import CustomTestCase
+from typing_extensions import override
 
 from sglang.srt.mem_cache.hicache.copies.cuda.page_copier import page_copier
 from sglang.srt.mem_cache.hicache.copies.cuda.page_maps import PageMap, page_maps
@@ -68,6 +69,7 @@ class TestViews(CustomTestCase):
 
 class TestPools(CustomTestCase):
     @classmethod
+    @override
     def setUpClass(cls) -> None:
         super().setUpClass()
         install_cpu_support()

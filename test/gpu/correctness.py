@@ -6,7 +6,7 @@ another stream reads each layer as soon as its event allows. Page order is rando
 ``torch.cuda.set_sync_debug_mode("error")``. Before them, each rank sees that a case without waits for layers has wrong
 bytes. One line a case; the exit code is the number of failed cases (at most 99).
 
-    python3 benchmark/gpu_correctness.py [--only cp_shared] [--ranks 1,2,4]
+    python3 test/gpu/correctness.py [--only cp_shared] [--ranks 1,2,4]
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from array import array
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from itertools import product
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
@@ -29,20 +30,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from gpu_common import (
-    GEOMETRIES,
-    PAGE_SIZE,
-    PageContent,
-    Results,
-    keep_busy,
-    make_device_pool,
-    poison,
-    scatter,
-    synchronisation_forbidden,
-)
-from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InitLoadBackParams, MatchPrefixParams
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
+from typing_extensions import override
 
 from kvlayouts.replay.content import prefix_sums
 from sglang.srt.mem_cache.hicache.assemble import assemble_cache
@@ -54,10 +45,23 @@ from sglang.srt.mem_cache.hicache.copies.cuda.page_kernel import KernelShape
 from sglang.srt.mem_cache.hicache.copies.transfer import HostTransfer
 from sglang.srt.mem_cache.hicache.runtime import standalone_runtime
 from sglang.srt.mem_cache.hicache.settings import HiCacheSettings, ShardGroup
-from sglang.srt.mem_cache.hicache.slots.allocator import CPSharedPagedTokenToKVPoolAllocator
-from sglang.srt.mem_cache.hicache.tree.radix_tree import PagedInsertParams
+from sglang.srt.mem_cache.hicache.slots.allocator import LaneSlotAllocator
+from sglang.srt.mem_cache.hicache.tree.calls import Insertion
 from sglang.srt.mem_cache.layouts import GroupKind, LayoutConfig, create_layout
 from sglang.srt.mem_cache.layouts.pages import pages_of_tokens
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmark"))  # what it shares with the measurements
+from gpu_common import (
+    GEOMETRIES,
+    PAGE_SIZE,
+    PageContent,
+    Results,
+    keep_busy,
+    make_device_pool,
+    poison,
+    scatter,
+    synchronisation_forbidden,
+)
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.l2_transfer import L2TransferEngine
@@ -90,6 +94,7 @@ class Case:
         """Whether the kernel has a part in every copy but those of long runs."""
         return (self.io_backend, self.mem_layout) == ("kernel", "layer_first")
 
+    @override
     def __str__(self) -> str:
         return f"{self.layout} x{self.ranks} {self.pool} {self.io_backend} {self.mem_layout}"
 
@@ -129,7 +134,7 @@ class Rank:
         self.layout = create_layout(
             LayoutConfig(name=case.layout, page_size=PAGE_SIZE, shard_size=case.ranks, shard_rank=number)
         )
-        self.allocator = CPSharedPagedTokenToKVPoolAllocator(
+        self.allocator = LaneSlotAllocator(
             layout=self.layout,
             physical_size=DEVICE_PAGES * PAGE_SIZE,
             dtype=self.device_pool.dtype,
@@ -182,8 +187,8 @@ class Rank:
 
     def compute(self, tokens: array[int]) -> PageArray:
         """Pages of a chain: cached ones on the device, then new ones, whose rows are written. Returns all pages."""
-        match = self.cache.match_prefix(MatchPrefixParams(key=RadixKey(array("q", tokens))))
-        cached = pages_of_tokens(match.device_indices, PAGE_SIZE)
+        match = self.cache.match(RadixKey(array("q", tokens)))
+        cached = pages_of_tokens(match.slots, PAGE_SIZE)
         base = self.layout.chain_base(tokens[:PAGE_SIZE].tobytes(), "")
         count = len(tokens) // PAGE_SIZE - len(cached)
         fresh = self.cache.alloc_slots(self.layout.extend_lanes(base, len(cached), count))
@@ -199,18 +204,16 @@ class Rank:
         value = self.cache.slots.slots(pages)
         key = RadixKey(array("q", tokens))
         with synchronisation_forbidden():
-            self.cache.insert(PagedInsertParams(key=key, value=value, slot_pages=pages))
+            self.cache.put(Insertion(key=key, value=value, slot_pages=pages))
 
     def load_and_read(self, tokens: array[int], what: str) -> None:
         """Load a chain back and read each layer on another stream as soon as its event allows."""
-        match = self.cache.match_prefix(MatchPrefixParams(key=RadixKey(array("q", tokens))))
-        self.problems.expect(match.host_hit_length > 0, f"{what}: nothing on the host")
+        match = self.cache.match(RadixKey(array("q", tokens)))
+        self.problems.expect(match.host_tokens > 0, f"{what}: nothing on the host")
         hold(self.engine.host_to_device_stream)
         with synchronisation_forbidden():
-            loaded, _ = self.cache.init_load_back(
-                InitLoadBackParams(best_match_node=match.best_match_node, host_hit_length=match.host_hit_length)
-            )
-        slots = torch.cat([match.device_indices, loaded])
+            loaded, _ = self.cache.bring_back(match.host_node)
+        slots = torch.cat([match.slots, loaded])
         self.problems.expect(len(slots) == len(tokens), f"{what}: {len(slots)} slots for {len(tokens)} tokens")
         pages = pages_of_tokens(slots, PAGE_SIZE)
         rows, keys = self.own(pages, self.keys(tokens)[: len(pages)])

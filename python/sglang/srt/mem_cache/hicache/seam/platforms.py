@@ -1,0 +1,55 @@
+"""How SGLang asks an out-of-tree platform for its pools. Loaded while SGLang is being imported."""
+
+from __future__ import annotations
+
+from typing import Final, Literal, TypeAlias
+
+from sglang.srt.platforms.interface import SRTPlatform
+from typing_extensions import override
+
+PoolName: TypeAlias = Literal["mha", "mla", "dsa"]
+SINCE_0_5_23: Final[bool] = hasattr(SRTPlatform, "get_kv_pool_cls")
+
+
+class PoolClasses(SRTPlatform):
+    """A platform whose pools are those of `pool_class`."""
+
+    def pool_class(self, kind: PoolName) -> type:
+        """The device pool of a kind."""
+        raise NotImplementedError
+
+    if SINCE_0_5_23:
+
+        def get_kv_pool_cls(self, *, kind: PoolName) -> type:
+            """See `pool_class`."""
+            return self.pool_class(kind)
+
+    else:
+
+        @override
+        def get_mha_kv_pool_cls(self) -> type:
+            """See `pool_class`."""
+            return self.pool_class("mha")
+
+        @override
+        def get_mla_kv_pool_cls(self) -> type:
+            """See `pool_class`."""
+            return self.pool_class("mla")
+
+        @override
+        def get_dsa_kv_pool_cls(self) -> type:
+            """See `pool_class`."""
+            return self.pool_class("dsa")
+
+
+def pool_class_for(platform: SRTPlatform, kind: PoolName) -> type | None:
+    """The pool that SGLang would take from `platform`, asked as SGLang asks."""
+    if SINCE_0_5_23:
+        return platform.get_kv_pool_cls(kind=kind)
+    else:
+        asked = {
+            "mha": platform.get_mha_kv_pool_cls,
+            "mla": platform.get_mla_kv_pool_cls,
+            "dsa": platform.get_dsa_kv_pool_cls,
+        }
+        return asked[kind]()
