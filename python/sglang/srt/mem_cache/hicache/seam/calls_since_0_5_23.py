@@ -55,7 +55,7 @@ class SchedulerCalls(OwnCalls[MetadataT], Generic[MetadataT]):
         return self.parts.tree.slots_down_to(node)
 
     def insert(self, params: InsertParams) -> InsertResult:
-        """See `HiRadixCache.put`."""
+        """See `HiRadixCache.put`. Raises `LayoutInvariantError` without slots."""
         if params.value is None:
             raise LayoutInvariantError(f"insert of {len(params.key)} tokens came without slots")
         inserted = self.put(

@@ -52,7 +52,7 @@ def load_params(found: Any) -> Any:  # noqa: ANN401  # SGLang's, with fields tha
 
 
 def match_and_load(cache: Any, key: RadixKey) -> tuple[torch.Tensor, Any]:  # noqa: ANN401  # SGLang's
-    """The slots of the longest prefix of `key`, with what is queued to be loaded back, and the node that it ends at."""
+    """The slots of the longest prefix of `key`, shape ``[tokens]``, with loads that are queued, and its last node."""
     found = cache.match_prefix(MatchPrefixParams(key=key))
     node = found.last_device_node
     if not found.host_hit_length:

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 from sglang.srt.mem_cache.layouts.errors import LayoutConfigError
 
-from ..seam.server_flags import FIELDS, attention_groups
 from .choice import RADIX_BACKEND, STRATEGY_FLAG
 
 if TYPE_CHECKING:
@@ -92,9 +91,21 @@ def _set(field: str) -> Callable[[ServerFacts], bool]:
     return lambda facts: bool(getattr(facts.args, field))
 
 
+def _has_several_groups(facts: ServerFacts) -> bool:
+    from ..seam.server_flags import attention_groups  # loads SGLang
+
+    return attention_groups(facts.args) > 1
+
+
 def _set_here(field: str) -> Callable[[ServerFacts], bool]:
     """As `_set`, for a field that only some releases have."""
-    return lambda facts: field in FIELDS and bool(getattr(facts.args, field))
+
+    def asked(facts: ServerFacts) -> bool:
+        from ..seam.server_flags import FIELDS  # loads SGLang, which a command without a model does not need
+
+        return field in FIELDS and bool(getattr(facts.args, field))
+
+    return asked
 
 
 def _above_one(field: str) -> Callable[[ServerFacts], bool]:
@@ -305,7 +316,7 @@ RULES: Final[tuple[Rule, ...]] = (
     ),
     Rule(
         setting="several attention groups (--attn-dp-size, or --dp-size with --enable-dp-attention)",
-        applies=lambda facts: attention_groups(facts.args) > 1,
+        applies=_has_several_groups,
         why="each group has its own tree, and that was not tested with shared pages",
         remedy="use one attention group",
         scope=Scope.SHARDED,
