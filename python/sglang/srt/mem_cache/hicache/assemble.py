@@ -24,7 +24,7 @@ from .copies.transfer import HostTransfer
 from .environment import agreement_groups, observe_environment
 from .host.free_pages import HostPages
 from .host.ledger import HostLedger
-from .host.pools import build_host_pool
+from .host.pools import build_host_pool, release_host_pool
 from .no_storage import refuse_storage_backend
 from .radix_cache import HiRadixCache
 from .requests.insertion import RequestInsertion
@@ -88,9 +88,13 @@ def assemble_cache(
         ranks_on_machine=settings.ranks_on_machine,
         budget=settings.host_budget,
     )
-    controller = assemble_controller(
-        params, layout=layout, settings=settings, slots=slots, host_pool=host_pool, agreement=agreement
-    )
+    try:
+        controller = assemble_controller(
+            params, layout=layout, settings=settings, slots=slots, host_pool=host_pool, agreement=agreement
+        )
+    except BaseException:
+        release_host_pool(host_pool)  # what stays pinned could not be registered again
+        raise
     parts = build_tree_parts(
         layout=layout,
         settings=settings,

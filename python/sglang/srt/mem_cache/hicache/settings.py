@@ -29,14 +29,19 @@ MEM_LAYOUTS: dict[str, tuple[str, ...]] = {
 """Byte orders of host memory that each ``--hicache-io-backend`` can address in every kind of pool."""
 
 
+def check_io_backend(io_backend: str) -> None:
+    """Raise `LayoutConfigError` for a way of copying that is not served."""
+    if io_backend not in MEM_LAYOUTS:
+        accepted = ", ".join(sorted(MEM_LAYOUTS, reverse=True))
+        raise LayoutConfigError(f"--hicache-io-backend must be one of {accepted}, got {io_backend!r}")
+
+
 def check_mem_layout(io_backend: str, mem_layout: str, *, is_mla: bool, uneven_heads: bool = False) -> None:
     """Raise `LayoutConfigError` for a byte order that SGLang's copies of this kind of pool cannot address.
 
     `uneven_heads`: keys and values differ in width, which leaves one order.
     """
-    if io_backend not in MEM_LAYOUTS:
-        accepted = ", ".join(sorted(MEM_LAYOUTS, reverse=True))
-        raise LayoutConfigError(f"--hicache-io-backend must be one of {accepted}, got {io_backend!r}")
+    check_io_backend(io_backend)
     orders = MEM_LAYOUTS[io_backend]
     if io_backend == "kernel" and not is_mla:
         orders += ("page_head",)

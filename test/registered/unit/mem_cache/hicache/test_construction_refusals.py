@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import unittest
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import torch
 from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator
@@ -14,6 +15,7 @@ from sglang.test.ci.ci_register import register_cpu_ci
 from typing_extensions import override
 
 from sglang.srt.mem_cache.hicache.assemble import assemble_cache
+from sglang.srt.mem_cache.hicache.host.pools import build_host_pool
 from sglang.srt.mem_cache.hicache.settings import ShardGroup
 from sglang.srt.mem_cache.layouts import (
     AnyKVLayoutStrategy,
@@ -192,6 +194,30 @@ class TestRefusedAtConstruction(CacheTestCase):
                     group=ShardGroup(kind=GroupKind.ATTENTION_CP, size=ranks, rank=1),
                 )
             self.assertEqual(self.host_allocations, 0)
+
+    def test_host_memory_is_given_up_if_the_group_does_not_agree_on_it(self) -> None:
+        spec = CacheSpec()
+        made: list[Any] = []
+
+        def build(*given: Any, **named: Any) -> Any:  # noqa: ANN401  # as `build_host_pool`
+            made.append(build_host_pool(*given, **named))
+            return made[-1]
+
+        layout = make_layout(spec, 0)
+        agreement = mock.Mock()
+        agreement.capacity.side_effect = RuntimeError("a rank is gone")
+        with (
+            mock.patch("sglang.srt.mem_cache.hicache.assemble.build_host_pool", build),
+            self.assertRaisesRegex(RuntimeError, "a rank is gone"),
+        ):
+            assemble_cache(
+                make_params(spec, make_allocator(spec, layout, make_device_pool(spec))),
+                layout=layout,
+                settings=make_settings(spec),
+                group=make_group(spec, 0),
+                agreement=agreement,
+            )
+        self.assertIsNone(made[0].kv_buffer)
 
     def test_an_allocator_without_the_layouts_lanes_is_refused(self) -> None:
         spec = CacheSpec()

@@ -21,7 +21,7 @@ from sglang.srt.mem_cache.pool_host import HostPoolGroup, PoolEntry
 from sglang.srt.mem_cache.layouts.pages import tokens_of_pages
 
 from ..seam.sglang import submit_load
-from ..settings import check_mem_layout
+from ..settings import check_io_backend, check_mem_layout
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -86,7 +86,7 @@ class HostTransfer:
     ) -> None:
         uneven = isinstance(device_pool, MHATokenToKVPool) and device_pool.head_dim != device_pool.v_head_dim
         is_mla = isinstance(device_pool, MLATokenToKVPool)
-        check_mem_layout(io_backend, host_pool.layout, is_mla=is_mla, uneven_heads=uneven)
+        check_io_backend(io_backend)
         self._pairs: list[tuple[PoolEntry, int]] = [
             (entry, entry.host_pool.size_per_token) for entry in _entries(host_pool, device_pool)
         ]
@@ -94,6 +94,8 @@ class HostTransfer:
         self._layers = device_pool.layer_num
         self.engine = L2TransferEngine(io_backend)
         self._copier = self._own_copier(device_pool, io_backend) if copier is None else copier or None
+        if self._copier is None:  # ours has orders of its own, and is there for these only
+            check_mem_layout(io_backend, host_pool.layout, is_mla=is_mla, uneven_heads=uneven)
 
     @property
     def bytes_per_token(self) -> int:
