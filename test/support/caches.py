@@ -22,6 +22,7 @@ from sglang.test.test_utils import CustomTestCase
 from typing_extensions import override
 
 from sglang.srt.mem_cache.hicache.assemble import assemble_cache
+from sglang.srt.mem_cache.hicache.copies.transfer import HostTransfer
 from sglang.srt.mem_cache.hicache.cpu.support import install_cpu_support
 from sglang.srt.mem_cache.hicache.device.pools import (
     DsaGeometry,
@@ -37,6 +38,7 @@ from sglang.srt.mem_cache.hicache.seam.features import SINCE_0_5_23
 from sglang.srt.mem_cache.hicache.settings import HiCacheSettings, ShardGroup
 from sglang.srt.mem_cache.hicache.slots.allocator import LaneSlotAllocator
 from sglang.srt.mem_cache.layouts import AnyKVLayoutStrategy, GroupKind, LayoutConfig, PoolKind, create_layout
+from support.meeting import Meeting, MeetingExchanger, Seat
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -95,13 +97,25 @@ class CacheSpec:
 
     @property
     def page_size(self) -> int:
-        """SGLang's DSA pool accepts no other than 64."""
-        return 64 if self.pool is PoolKind.DSA else 4
+        """SGLang's DSA pool accepts no other than 64, which is a rank's stripe where pages are striped."""
+        if self.pool is PoolKind.DSA:
+            return 64 * self.ranks if self.layout == "dcp_striped" else 64
+        return 4
 
     @property
     def lanes(self) -> int:
         """Owners: the ranks where pages are dealt out, else one."""
         return self.ranks if self.layout == "cp_shared" else 1
+
+    @property
+    def host_lanes(self) -> int:
+        """Owners on the host."""
+        return self.ranks if self.layout in ("cp_shared", "host_shared") else 1
+
+    @property
+    def page_rows(self) -> int:
+        """Rows of a page on each rank."""
+        return self.page_size // self.ranks if self.layout == "dcp_striped" else self.page_size
 
 
 def chain(spec: CacheSpec, *pages: int) -> array[int]:
@@ -120,7 +134,7 @@ def make_allocator(spec: CacheSpec, layout: AnyKVLayoutStrategy, device_pool: KV
     """The laned slot allocator of one rank."""
     return LaneSlotAllocator(
         layout=layout,
-        physical_size=spec.device_pages * spec.page_size,
+        physical_size=spec.device_pages * spec.page_rows,
         dtype=torch.bfloat16,
         device="cpu",
         kvcache=device_pool,
@@ -163,8 +177,8 @@ def make_device_pool(spec: CacheSpec) -> KVCache:
     """SGLang's device pool of one rank."""
     return build_device_pool(
         spec.pool,
-        tokens=spec.device_pages * spec.page_size,
-        page_size=spec.page_size,
+        tokens=spec.device_pages * spec.page_rows,
+        page_size=spec.page_rows,
         layers=LAYERS,
         geometry=GEOMETRIES[spec.pool],
     )
@@ -173,7 +187,7 @@ def make_device_pool(spec: CacheSpec) -> KVCache:
 class Rank:
     """One rank's cache, with its pools, and ways to write and to check KV as a forward pass would.
 
-    Without `agreement` the cache makes its own, over `tp_group`.
+    Without `agreement` the cache makes its own, over `tp_group`. Ranks of one process exchange pages in `meeting`.
     """
 
     def __init__(
@@ -183,6 +197,7 @@ class Rank:
         agreement: Agreement | None,
         *,
         tp_group: dist.ProcessGroup | None = None,
+        meeting: Meeting | None = None,
         **settings: Any,  # noqa: ANN401  # fields of HiCacheSettings
     ) -> None:
         self.spec = spec
@@ -197,9 +212,17 @@ class Rank:
             settings=make_settings(spec, **settings),
             group=make_group(spec, number),
             agreement=agreement,
+            peers=None if meeting is None else Seat(number, spec.ranks),
         )
         self.controller = self.cache.cache_controller
         self.accounting = self.cache.parts.accounting
+        if meeting is not None:
+            self.controller.transfer = HostTransfer(
+                host_pool=self.cache.token_to_kv_pool_host,
+                device_pool=self.device_pool,
+                io_backend="direct",
+                exchanger=MeetingExchanger(self.device_pool, meeting, number),
+            )
         self.engine = SlowEngine()
         self.controller.transfer.engine = self.engine
 
@@ -245,7 +268,7 @@ class Rank:
 
     def host_free_pages(self) -> int:
         """Free pages of this rank's host pool, as SGLang counts them."""
-        return int(self.cache.token_to_kv_pool_host.available_size()) // self.spec.page_size
+        return int(self.cache.token_to_kv_pool_host.available_size()) // self.spec.page_rows
 
     def nodes(self) -> list[LayoutTreeNode[Any]]:
         """Every node but the root."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
@@ -37,8 +38,8 @@ def each_layout(test: Callable[[TestT, str], None]) -> Callable[[TestT], None]:
 
 def fault_spec(layout: str, *, pages: int = 32, host: int = 64, **fields: Any) -> CacheSpec:  # noqa: ANN401  # of CacheSpec
     """Four ranks; `pages` and `host` are logical, so that every layout has the same room."""
-    lanes = RANKS if layout == "cp_shared" else 1
-    return CacheSpec(layout=layout, ranks=RANKS, device_pages=pages // lanes, host_pages=host // lanes, **fields)
+    asked = CacheSpec(layout=layout, ranks=RANKS)
+    return replace(asked, device_pages=pages // asked.lanes, host_pages=host // asked.host_lanes, **fields)
 
 
 def begin(group: Group, *pages: int, quota: int | None = None) -> Request:
@@ -62,10 +63,12 @@ def roots(group: Group, lane: int, count: int) -> list[int]:
 
 def fill_host_lane(group: Group, lane: int) -> None:
     """Leave no host page in one lane: one-page chains that stay on the device, so that none of them can go."""
-    for root in roots(group, lane, group.capacity_pages):
+    ledger = group.ranks[0].controller.ledger
+    for root in roots(group, lane, group.capacity_pages * group.spec.host_lanes):
+        if not ledger.free_pages[lane % group.spec.host_lanes]:
+            return
         group.serve(chain(group.spec, root))
-    free = group.ranks[0].controller.ledger.free_pages
-    assert free[lane % len(free)] == 0
+    assert not ledger.free_pages[lane % group.spec.host_lanes]
 
 
 def evict(group: Group, pages: int) -> int:

@@ -20,6 +20,7 @@ from sglang.srt.mem_cache.hicache.check.digest import tree_digest
 from sglang.srt.mem_cache.hicache.check.invariants import violations
 from sglang.srt.mem_cache.hicache.tree.calls import Insertion
 from support.caches import CacheSpec, Rank
+from support.meeting import Meeting
 
 if TYPE_CHECKING:
     from array import array
@@ -93,8 +94,15 @@ class Group:
         sizes = list(host_pages) if host_pages is not None else [spec.host_pages] * spec.ranks
         self.capacity_pages = min(sizes)
         self.lockstep.gather([[size] for size in sizes])
+        self.meeting = Meeting(spec.ranks) if spec.host_lanes > spec.lanes else None
         self.ranks = [
-            Rank(spec, rank, Seat(lockstep=self.lockstep, rank=rank), host_ratio=(size - 0.5) / spec.device_pages)
+            Rank(
+                spec,
+                rank,
+                Seat(lockstep=self.lockstep, rank=rank),
+                meeting=self.meeting,
+                host_ratio=(size - 0.5) / spec.device_pages,
+            )
             for rank, size in enumerate(sizes)
         ]
         self.host_pages = sizes
@@ -286,7 +294,7 @@ def check_nodes(rank: Rank) -> None:
         assert parent.children[node.key.child_key(rank.spec.page_size)] is node
         assert node.value is not None or node.metadata is not None, f"node {node.id} holds nothing"
         assert node.host_len in (0, node.tokens)
-        assert (node.host_value is None) == (rank.spec.layout == "cp_shared" or node.metadata is None)
+        assert (node.host_value is None) == (rank.spec.host_lanes > 1 or node.metadata is None)
         if node.value is not None:
             assert parent.value is not None, f"node {node.id} is on the device, its parent is not"
             assert np.array_equal(pages_of(node.value, rank.spec.page_size), node.slot_pages)
@@ -310,9 +318,9 @@ def check_host(rank: Rank, *, surplus_pages: int = 0) -> None:
     """The ledger is what the nodes hold, on every rank, and this rank's pool agrees with it."""
     parts = [node.metadata for node in rank.nodes() if node.metadata is not None]
     ledger = rank.controller.ledger
-    used = tuple(np.sum([[0] * rank.spec.lanes, *(part.pages_per_lane for part in parts)], axis=0).tolist())
+    used = tuple(np.sum([[0] * rank.spec.host_lanes, *(part.pages_per_lane for part in parts)], axis=0).tolist())
     assert ledger.used_pages == used
-    lane = rank.number if rank.spec.lanes > 1 else 0
+    lane = rank.number if rank.spec.host_lanes > 1 else 0
     assert ledger.free_pages[lane] + surplus_pages == rank.host_free_pages()
     pages = np.concatenate([np.empty(0, dtype=np.int64), *(part.host_pages for part in parts)])
     assert len(np.unique(pages)) == len(pages) == used[lane], "host pages are shared or lost"

@@ -14,6 +14,7 @@ import numpy as np
 from kvlayouts.bench.figures import Figure
 from kvlayouts.bench.subjects import OurSubject, PoolSizes, subjects_runtime
 from kvlayouts.common.trace import default_device_tokens, read_trace
+from sglang.srt.mem_cache.layouts.exchange import NO_EXCHANGE
 from sglang.srt.mem_cache.layouts.pages import NO_PAGES
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from kvlayouts.bench.figures import OnStep
     from kvlayouts.common.trace import Trace
     from sglang.srt.mem_cache.hicache.copies.transfer import Transfer
-    from sglang.srt.mem_cache.layouts import CopyPlan
+    from sglang.srt.mem_cache.layouts import CopyPlan, PageExchange
     from sglang.srt.mem_cache.layouts.pages import PageArray
 
 AT_LEAST = (1, 4, 16, 64)
@@ -50,19 +51,26 @@ class PlanRecorder:
         self.lengths: dict[str, list[PageArray]] = {"backup": [], "load": []}
 
     @property
-    def bytes_per_token(self) -> int:
+    def bytes_per_page(self) -> int:
         """The inner transfer's."""
-        return self._inner.bytes_per_token
+        return self._inner.bytes_per_page
+
+    @property
+    def received_bytes(self) -> int:
+        """The inner transfer's."""
+        return self._inner.received_bytes
 
     def back_up(self, copies: CopyPlan) -> TransferCompletion:
         """See `Transfer.back_up`."""
         self.lengths["backup"].append(copies.lengths)
         return self._inner.back_up(copies)
 
-    def load(self, copies: CopyPlan, producer: LayerLoadingEvent) -> TransferCompletion:
+    def load(
+        self, copies: CopyPlan, producer: LayerLoadingEvent, exchange: PageExchange = NO_EXCHANGE
+    ) -> TransferCompletion:
         """See `Transfer.load`."""
         self.lengths["load"].append(copies.lengths)
-        return self._inner.load(copies, producer)
+        return self._inner.load(copies, producer, exchange)
 
 
 def bench_runs(config: BenchConfig, trace: Trace, on_step: OnStep) -> list[Figure]:

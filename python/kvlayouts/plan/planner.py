@@ -18,7 +18,7 @@ from kvlayouts.plan.settings import POOL_CLASSES
 from kvlayouts.plan.simulation import CacheSimulation
 from sglang.srt.mem_cache.layouts.config import LayoutEnvironment
 from sglang.srt.mem_cache.layouts.errors import LayoutConfigError
-from sglang.srt.mem_cache.layouts.owners import shares_pages_out
+from sglang.srt.mem_cache.layouts.facts import shares_pages_out
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

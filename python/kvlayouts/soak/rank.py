@@ -20,6 +20,7 @@ from kvlayouts.soak.pressure import Pressure
 from kvlayouts.soak.prompts import Prompts
 from kvlayouts.soak.requests import Requests
 from sglang.srt.mem_cache.hicache.check.invariants import violations
+from sglang.srt.mem_cache.layouts.facts import exchanges_pages
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -43,7 +44,10 @@ class SoakRank:
         self._plan = random.Random(config.seed)
         self._own = random.Random(f"{config.seed}/{rank}")
         self.cache = cache
-        self.transfer = LateTransfer(cache.cache_controller.transfer, self._delay)
+        in_step = self._plan if exchanges_pages(cache.layout) else self._own
+        self.transfer = LateTransfer(
+            cache.cache_controller.transfer, lambda: self._delay(self._own), lambda: self._delay(in_step)
+        )
         cache.cache_controller.transfer = self.transfer
         self.prompts = Prompts(self._plan, config.page_size)
         self.requests = Requests(cache, content, self.transfer, seed=config.seed)
@@ -168,11 +172,11 @@ class SoakRank:
         self.cache.reset()
         self.cache.token_to_kv_pool_allocator.clear()
 
-    def _delay(self) -> int:
-        if "delay" not in self.faults or self._own.random() < 0.3:
+    def _delay(self, draw: random.Random) -> int:
+        if "delay" not in self.faults or draw.random() < 0.3:
             return 0
         self.faults["delay"] += 1
-        return self._own.randrange(1, MAX_DELAY_POLLS + 1)
+        return draw.randrange(1, MAX_DELAY_POLLS + 1)
 
 
 def drain(soak: SoakRank) -> list[str]:

@@ -2,6 +2,7 @@
 
     strategy, slots  ─▶ checked against what the server has
     agreement        ─▶ how much the smallest host pool of the group has
+    peers            ─▶ where ranks give each other pages
     host pool, ledger, transfer  ─▶ controller
     controller, slots, agreement ─▶ parts of the tree ─▶ cache
 
@@ -14,12 +15,19 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from sglang.srt.mem_cache.utils import get_eviction_strategy
 
+from sglang.srt.mem_cache.layouts.checks import refuse_mismatch
+from sglang.srt.mem_cache.layouts.config import GroupKind
+from sglang.srt.mem_cache.layouts.errors import LayoutInvariantError
+from sglang.srt.mem_cache.layouts.facts import exchanges_pages, host_lanes, page_rows
 from sglang.srt.mem_cache.layouts.owners import refuse_lane
 
 from .agreement import Agreement, RankAgreement
 from .controller import HiCacheController
+from .copies.exchange import PageExchanger
+from .copies.peers import gather_among
 from .copies.transfer import HostTransfer
 from .environment import agreement_groups, observe_environment
 from .host.free_pages import HostPages
@@ -41,6 +49,7 @@ if TYPE_CHECKING:
 
     from sglang.srt.mem_cache.layouts.protocol import KVLayoutStrategy, MetadataT
 
+    from .copies.peers import PeerGather
     from .copies.transfer import Transfer
     from .host.pools import AnyHostPool
     from .requests.pages import RequestPages
@@ -55,6 +64,7 @@ def assemble_cache(
     settings: HiCacheSettings,
     group: ShardGroup,
     agreement: Agreement | None = None,
+    peers: PeerGather | None = None,
     request_pages: RequestPages | None = None,
     collector: RadixCacheMetricsCollector | None = None,
     publish: Callable[[HiRadixCache[Any]], None] | None = None,
@@ -62,13 +72,16 @@ def assemble_cache(
     """A cache over SGLang's pools, with the host memory that `settings` ask for.
 
     `layout` is the strategy object of the allocator in `params`; `group` the ranks that it shards over; `agreement`
-    replaces SGLang's process groups as the way to compare ranks. `request_pages` is what that allocator records.
+    replaces SGLang's process groups as the way to compare ranks, `peers` the process group over which ranks give each
+    other pages, which is made for strategies that do so. `request_pages` is what that allocator records.
     `collector` and `publish` are for a server's metrics. Raises `LayoutConfigError`, before any host memory is taken,
     if the strategy refuses the pool, the allocator or the group, and for a storage backend.
     """
     allocator = params.token_to_kv_pool_allocator
     slots = slot_allocator(allocator)
     layout.validate(observe_environment(params, slots, settings, group))
+    device_pool = allocator.get_kvcache()
+    refuse_mismatch(layout.name, "rows a page", page_rows(layout), device_pool.page_size)
     refuse_lane(layout.name, lane_count=layout.lane_count, lane=layout.lane, shard_size=group.size)
     refuse_storage_backend(layout, settings.storage_backend)
     if agreement is None:
@@ -80,17 +93,19 @@ def assemble_cache(
             peer_seconds=settings.peer_seconds,
         )
     host_pool = build_host_pool(
-        allocator.get_kvcache(),
+        device_pool,
         ratio=settings.host_ratio,
         size_gb=settings.host_gb,
-        page_size=layout.page_size,
+        page_size=page_rows(layout),
         mem_layout=settings.mem_layout,
         ranks_on_machine=settings.ranks_on_machine,
         budget=settings.host_budget,
     )
     try:
+        if peers is None and exchanges_pages(layout) and group.size > 1:
+            peers = gather_of_group(params, group, settings, device=torch.device(allocator.device))
         controller = assemble_controller(
-            params, layout=layout, settings=settings, slots=slots, host_pool=host_pool, agreement=agreement
+            params, layout=layout, settings=settings, slots=slots, host_pool=host_pool, agreement=agreement, peers=peers
         )
     except BaseException:
         release_host_pool(host_pool)  # what stays pinned could not be registered again
@@ -136,15 +151,19 @@ def assemble_controller(
     slots: SlotAllocator,
     host_pool: AnyHostPool,
     agreement: Agreement,
+    peers: PeerGather | None = None,
 ) -> HiCacheController[MetadataT]:
     """A controller that moves pages between the device pool of `params` and `host_pool`, all of which must be free.
 
-    The ledger's capacity is the smallest host pool of the group, agreed on here.
+    The ledger's capacity is the smallest host pool of the group, agreed on here. With `peers`, ranks give each other
+    pages after a load.
     """
+    device_pool = params.token_to_kv_pool_allocator.get_kvcache()
     transfer: Transfer = HostTransfer(
         host_pool=host_pool,
-        device_pool=params.token_to_kv_pool_allocator.get_kvcache(),
+        device_pool=device_pool,
         io_backend=settings.io_backend,
+        exchanger=None if peers is None else PageExchanger(device_pool, peers),
     )
     host_pages = HostPages(host_pool)
     capacity_pages = agreement.capacity(host_pages.free)
@@ -155,7 +174,25 @@ def assemble_controller(
         slots=slots,
         host_pool=host_pool,
         host_pages=host_pages,
-        ledger=HostLedger(lane_count=layout.lane_count, capacity_pages=capacity_pages),
+        ledger=HostLedger(lane_count=host_lanes(layout).count, capacity_pages=capacity_pages),
         transfer=transfer,
         load_cache_event=threading.Event(),
     )
+
+
+def gather_of_group(
+    params: CacheInitParams, group: ShardGroup, settings: HiCacheSettings, *, device: torch.device
+) -> PeerGather:
+    """A gather among the ranks of the shard group, over a process group of its own. Every rank of it calls this.
+
+    `LayoutInvariantError` if SGLang's groups have none of that size.
+    """
+    attention = {
+        GroupKind.ATTENTION_CP: params.attn_cp_cache_group,
+        GroupKind.ATTENTION_TP: params.attn_tp_cache_group,
+    }.get(group.kind)
+    ranks = attention if attention is not None else params.tp_cache_group
+    if ranks is None or dist.get_world_size(ranks) != group.size:
+        raise LayoutInvariantError(f"no process group of SGLang's has the {group.size} ranks of the shard group")
+    backend = dist.Backend.NCCL if device.type == "cuda" else dist.Backend.GLOO
+    return gather_among(dist.get_process_group_ranks(ranks), backend=backend, seconds=settings.peer_seconds)

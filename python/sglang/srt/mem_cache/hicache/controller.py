@@ -20,6 +20,8 @@ from sglang.srt.mem_cache.hicache_storage import PoolName
 from typing_extensions import override
 
 from sglang.srt.mem_cache.layouts.errors import LayoutInvariantError
+from sglang.srt.mem_cache.layouts.exchange import PageExchange
+from sglang.srt.mem_cache.layouts.facts import host_lanes
 from sglang.srt.mem_cache.layouts.plans import CopyPlan
 from sglang.srt.mem_cache.layouts.protocol import KVLayoutStrategy, MetadataT
 
@@ -90,6 +92,7 @@ class HiCacheController(SGLangHiCacheController, Generic[MetadataT]):
         self.l2_transfer_engine = transfer.engine
         self.host_pages = host_pages
         self.ledger = ledger
+        self._host_lane = host_lanes(layout).own
         self._surplus_pages = host_pages.free - ledger.capacity_pages
         self._queued_loads: list[_QueuedLoad] = []
         self._forward_done = cache_controller.device_module.Event()  # one: a wait means the last record before it
@@ -152,7 +155,8 @@ class HiCacheController(SGLangHiCacheController, Generic[MetadataT]):
         # A forward pass under way may still write pages that were freed and handed out again.
         self._after_forward(self.transfer.engine.host_to_device_stream)
         copies = CopyPlan.concat([load.plan.copies for load in loads], page_size=self.page_size)
-        completion = self.transfer.load(copies, producer)
+        exchange = PageExchange.concat([load.plan.exchange for load in loads])
+        completion = self.transfer.load(copies, producer, exchange)
         tokens = sum(load.plan.logical_tokens for load in loads)
         self.ack_load_queue.append(self._ack(completion, [load.node_id for load in loads], tokens, copies))
         return producer_index
@@ -207,13 +211,14 @@ class HiCacheController(SGLangHiCacheController, Generic[MetadataT]):
         return host_pages
 
     def _check_ledger(self) -> None:
-        booked = self.ledger.free_in(self.layout.lane) + self._surplus_pages
+        own = self._host_lane
+        booked = (self.ledger.capacity_pages if own is None else self.ledger.free_in(own)) + self._surplus_pages
         actual = self.host_pages.free
         if booked != actual:
             raise LayoutInvariantError(f"ledger has {booked} free host pages for this rank, its host pool {actual}")
 
     def _ack(self, completion: TransferCompletion, node_ids: list[int], tokens: int, copies: CopyPlan) -> HiCacheAck:
-        """Tokens are logical, equal on all ranks; bytes are what this rank moves."""
+        """Tokens are logical, equal on all ranks; bytes are what this rank moves between host and device."""
         return HiCacheAck(
             start_event=completion.start_event,
             finish_event=completion.finish_event,
@@ -221,5 +226,5 @@ class HiCacheController(SGLangHiCacheController, Generic[MetadataT]):
             num_tokens=tokens,
             timing_enabled=completion.timing_enabled,
             num_tokens_by_pool={PoolName.KV.value: tokens},
-            num_bytes=copies.tokens * self.transfer.bytes_per_token,
+            num_bytes=copies.pages * self.transfer.bytes_per_page,
         )

@@ -61,6 +61,11 @@ GATHER = Meeting(
     undone="the batch has no result",
     look_at="for an earlier error in its log, or for a batch that it was not given (py-spy dump)",
 )
+EXCHANGE = Meeting(
+    name="the exchange of pages that were loaded from the host",
+    undone="the load has no result",
+    look_at="for an earlier error in its log, or for a load that it has not started (py-spy dump)",
+)
 
 
 class BoundedReduction:

@@ -4,17 +4,22 @@ Pure: imports torch and numpy, never SGLang. Start with `protocol` (the contract
 """
 
 from .capabilities import (
-    ShardedPoolLayout,
+    HostLanesLayout,
     StorageAwareLayout,
+    StripedLayout,
     TurnwiseLayout,
     deals_in_turn,
+    has_host_lanes,
     names_pages,
-    shares_pools,
+    stripes_pages,
 )
 from .config import DEFAULT_LAYOUT, GroupKind, LayoutConfig, LayoutEnvironment, PoolKind
 from .cp_shared import CpHiCacheNodeMetadata, CpSharedLayout
+from .dcp_striped import DcpStripedLayout
 from .errors import LayoutConfigError, LayoutInvariantError
+from .exchange import NO_EXCHANGE, PageExchange
 from .geometry import CpSharedKVLayout
+from .host_shared import HostSharedLayout
 from .identity import IdentityLayout, IdentityNodeMetadata
 from .plans import BackupPlan, CopyPlan, CopyRun, LoadPlan
 from .protocol import (
@@ -26,6 +31,7 @@ from .registry import AnyKVLayoutStrategy, create_group, create_layout, known_la
 
 __all__ = [
     "DEFAULT_LAYOUT",
+    "NO_EXCHANGE",
     "AnyKVLayoutStrategy",
     "BackupPlan",
     "CopyPlan",
@@ -33,7 +39,10 @@ __all__ = [
     "CpHiCacheNodeMetadata",
     "CpSharedKVLayout",
     "CpSharedLayout",
+    "DcpStripedLayout",
     "GroupKind",
+    "HostLanesLayout",
+    "HostSharedLayout",
     "IdentityLayout",
     "IdentityNodeMetadata",
     "KVLayoutStrategy",
@@ -44,14 +53,16 @@ __all__ = [
     "LoadPlan",
     "MetadataT",
     "NodeMetadata",
+    "PageExchange",
     "PoolKind",
-    "ShardedPoolLayout",
     "StorageAwareLayout",
+    "StripedLayout",
     "TurnwiseLayout",
     "create_group",
     "create_layout",
     "deals_in_turn",
+    "has_host_lanes",
     "known_layouts",
     "names_pages",
-    "shares_pools",
+    "stripes_pages",
 ]

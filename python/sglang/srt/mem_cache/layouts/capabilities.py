@@ -12,29 +12,48 @@ from typing_extensions import TypeIs
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    import torch
-
     from .pages import LaneArray
 
 
-class ShardedPoolLayout(Protocol):
-    """A strategy with several lanes whose device pools the server can shard.
+class HostLanesLayout(Protocol):
+    """A strategy whose pages have other owners on the host than on the device.
 
-    A strategy with one lane needs none of this: its rows are its slots.
+    A *host lane* is the host pages of one owner. Each is one rank's, or there is one and every rank keeps all.
+    `BackupPlan.lanes`, its demand and the metadata's `pages_per_lane` are by host lane then, and `plan_load` says
+    which pages the ranks must exchange. Without this, the host lanes are the lanes.
     """
 
-    def local_rows(self, slots: torch.Tensor) -> torch.Tensor:
-        """Row of each slot in this rank's device pool; same shape and device as `slots`, int64.
+    @property
+    def host_lane_count(self) -> int:
+        """Number of owners on the host."""
+        ...
 
-        Slots that others store get rows of the padding page, ``[0, page_size)``: a write there is discarded, and a
-        reader must ask the owner. Shapes never depend on values, so nothing waits for the device.
-        """
+    @property
+    def host_lane(self) -> int | None:
+        """The host lane whose pages this rank backs up, in ``[0, host_lane_count)``, or None if it has none."""
         ...
 
 
-def shares_pools(layout: object) -> TypeIs[ShardedPoolLayout]:
-    """Whether a strategy can say which row of the local pool a slot has."""
-    return callable(getattr(layout, "local_rows", None))
+def has_host_lanes(layout: object) -> TypeIs[HostLanesLayout]:
+    """Whether a strategy says who owns pages on the host."""
+    return isinstance(getattr(layout, "host_lane_count", None), int) and hasattr(layout, "host_lane")
+
+
+class StripedLayout(Protocol):
+    """A strategy that shares out the tokens within a page: each rank has `page_rows` rows of every page.
+
+    Plans, ledgers and lanes count pages as ever; only the last step, from pages to rows, differs.
+    """
+
+    @property
+    def page_rows(self) -> int:
+        """Rows of a page in the pools of one rank."""
+        ...
+
+
+def stripes_pages(layout: object) -> TypeIs[StripedLayout]:
+    """Whether a strategy says how many rows a page has."""
+    return isinstance(getattr(layout, "page_rows", None), int)
 
 
 class TurnwiseLayout(Protocol):

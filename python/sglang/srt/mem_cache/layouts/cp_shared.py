@@ -111,8 +111,8 @@ class CpHiCacheNodeMetadata:
 class CpSharedLayout:
     """Pages dealt to the ranks of the shard group. Generic parameter: `CpHiCacheNodeMetadata`.
 
-    Shapes, units and errors are those of `KVLayoutStrategy` and `ShardedPoolLayout`; below stands what is particular
-    to this strategy. Raises `LayoutConfigError` for an impossible geometry.
+    Shapes, units and errors are those of `KVLayoutStrategy`; below stands what is particular to this strategy. Raises
+    `LayoutConfigError` for an impossible geometry.
     """
 
     name = "cp_shared"
@@ -168,7 +168,7 @@ class CpSharedLayout:
         return self.geometry.page_owners(slot_pages)
 
     def local_rows(self, slots: torch.Tensor) -> torch.Tensor:
-        """Rows of this rank's slots, the padding page for all others; see `ShardedPoolLayout`."""
+        """Rows of this rank's slots, the padding page for all others."""
         return self.geometry.local_rows(slots)
 
     def plan_backup(self, slot_pages: PageArray) -> BackupPlan:

@@ -101,6 +101,10 @@ class IdentityLayout:
         """Lane 0 for each page."""
         return np.zeros(len(slot_pages), dtype=np.int16)
 
+    def local_rows(self, slots: torch.Tensor) -> torch.Tensor:
+        """The slots themselves."""
+        return slots.long()
+
     def plan_backup(self, slot_pages: PageArray) -> BackupPlan:
         """Copy every page from the row page of the same number."""
         refuse_reserved_pages(slot_pages, RESERVED_PAGES)

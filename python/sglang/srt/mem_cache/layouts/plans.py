@@ -12,13 +12,14 @@ that all ranks decide alike. Bound to the host pages that were allocated it beco
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 from typing_extensions import override
 
 from .errors import LayoutInvariantError
+from .exchange import NO_EXCHANGE, PageExchange
 from .pages import NO_PAGES, LaneArray, PageArray
 
 if TYPE_CHECKING:
@@ -41,7 +42,8 @@ class CopyPlan:
     """Pairs of host page and device row page of one rank, coalesced into runs.
 
     `host_starts`, `device_starts` and `lengths` are int64 arrays of shape ``[runs]``. Device pages are
-    *row* pages of this rank's pool. The order of the pairs is the order of the pages in the node.
+    *row* pages of this rank's pool; how many rows one has is the pool's to say. The order of the pairs is the order of
+    the pages in the node.
     """
 
     page_size: int
@@ -90,7 +92,7 @@ class CopyPlan:
 
     @property
     def tokens(self) -> int:
-        """Tokens that this rank copies."""
+        """Tokens of the pages that this rank copies, of which it may have a part."""
         return self.pages * self.page_size
 
     def runs(self) -> Iterator[CopyRun]:
@@ -129,8 +131,8 @@ class CopyPlan:
 class BackupPlan:
     """What backing up one node asks of every rank, and what this rank copies.
 
-    `lanes` is the owner of each of the node's pages, `demand_pages` the host pages that each rank needs;
-    both are equal on all ranks. `device_pages` are this rank's own row pages in node order.
+    `lanes` is the owner on the host of each of the node's pages, `demand_pages` the host pages that each owner needs;
+    both are equal on all ranks. `device_pages` are the row pages that this rank backs up, in node order.
     """
 
     page_size: int
@@ -173,11 +175,15 @@ class BackupPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadPlan:
-    """The copy that brings several nodes back. `logical_pages` are those of all of them, equal on all ranks."""
+    """What brings several nodes back. `logical_pages` are those of all of them, equal on all ranks.
+
+    This rank copies `copies`; then, layer by layer, all ranks perform `exchange`.
+    """
 
     page_size: int
     logical_pages: int
     copies: CopyPlan
+    exchange: PageExchange = field(default_factory=lambda: NO_EXCHANGE)
 
     @property
     def logical_tokens(self) -> int:

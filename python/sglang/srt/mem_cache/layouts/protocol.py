@@ -11,18 +11,19 @@ How one node lives, and who answers:
                 finish_backup              host pages in hand: the node's metadata
     split       metadata.split             metadata of the two halves
     load back   load_lanes                 owners that the new slots must have
-                plan_load                  host pages to rows
+                plan_load                  host pages to rows, and what ranks exchange
     evict       metadata.pages_per_lane    what every rank gets back
 
-**Agreement.** Everything that the methods below return, except `BackupPlan.device_pages`, the metadata's
-host pages and `LoadPlan.copies`, must be equal on all ranks of the group for equal arguments. The cache
-turns these answers into admissions and evictions without asking the other ranks.
+**Agreement.** Everything that the methods below return, except rows, row pages, the metadata's host pages and
+`LoadPlan.copies`, must be equal on all ranks of the group for equal arguments. The cache turns these answers into
+admissions, evictions and exchanges without asking the other ranks.
 
 **Errors.** Every method is a pure function of its arguments: one that raises has changed nothing, neither here nor in
 its arguments, and the same call raises again.
 
 **Lanes.** A *lane* is the pages of one owner. A strategy with one copy of everything on each rank has
 one lane, every other one a lane for each rank: pages are gathered by a sum, to which a second copy would be added.
+That is about the device. The host has the same owners, unless the strategy says otherwise (`HostLanesLayout`).
 Arrays are numpy, in host memory, one number a page; see `pages`. What a strategy may be able to do besides is in
 `capabilities`.
 """
@@ -130,6 +131,14 @@ class KVLayoutStrategy(Protocol[MetadataT]):
 
     def lanes_of(self, slot_pages: PageArray) -> LaneArray:
         """Lane of each existing logical page, shape ``[pages]``."""
+        ...
+
+    def local_rows(self, slots: torch.Tensor) -> torch.Tensor:
+        """What this rank stores: the row of each slot in its device pool; same shape and device, int64.
+
+        Slots that it does not store get rows of the padding page, row page 0: a write there is discarded, and a reader
+        must ask the owner. Shapes never depend on values, so nothing waits for the device.
+        """
         ...
 
     def plan_backup(self, slot_pages: PageArray) -> BackupPlan:

@@ -43,8 +43,20 @@ def _cp_shared(config: LayoutConfig) -> AnyKVLayoutStrategy:
     return CpSharedLayout.from_config(config)
 
 
+def _host_shared(config: LayoutConfig) -> AnyKVLayoutStrategy:
+    from .host_shared import HostSharedLayout
+
+    return HostSharedLayout.from_config(config)
+
+
+def _dcp_striped(config: LayoutConfig) -> AnyKVLayoutStrategy:
+    from .dcp_striped import DcpStripedLayout
+
+    return DcpStripedLayout.from_config(config)
+
+
 BUILT_IN: Mapping[str, Callable[[LayoutConfig], AnyKVLayoutStrategy]] = MappingProxyType(
-    {"identity": _identity, "cp_shared": _cp_shared}
+    {"identity": _identity, "cp_shared": _cp_shared, "host_shared": _host_shared, "dcp_striped": _dcp_striped}
 )
 
 

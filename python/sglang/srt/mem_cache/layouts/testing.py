@@ -20,10 +20,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from .capabilities import deals_in_turn
+from .capabilities import deals_in_turn, has_host_lanes
 from .errors import LayoutConfigError, LayoutInvariantError
 from .protocol import MetadataT
 from .testing_harness import LayoutCase, spans
+from .testing_host import HostContract
 from .testing_metadata import (
     SplitRule,
     check_equal_arrays,
@@ -41,7 +42,7 @@ from .testing_owners import OwnerContract
 __all__ = ["LayoutCase", "LayoutContract", "SimulatedGroup", "SplitRule", "joined", "same", "summed"]
 
 
-class LayoutContract(OwnerContract[MetadataT]):
+class LayoutContract(OwnerContract[MetadataT], HostContract[MetadataT]):
     """What every layout strategy must do. Subclass it in a test module under a name that starts with ``Test``."""
 
     # Where pages lie.
@@ -127,6 +128,7 @@ class LayoutContract(OwnerContract[MetadataT]):
             answers = [
                 (
                     layout.lane_count,
+                    group.host_lanes[0].count,
                     layout.lanes_of(fresh).tolist(),
                     layout.extend_lanes(0, 3, 9).tolist(),
                     plan.lanes.tolist(),
@@ -136,6 +138,7 @@ class LayoutContract(OwnerContract[MetadataT]):
                     layout.load_lanes(pair).tolist(),
                     layout.plan_load(pair, fresh).logical_pages,
                     layout.plan_load(pair, fresh).logical_tokens,
+                    layout.plan_load(pair, fresh).exchange.owners.tolist(),
                 )
                 for layout, plan, data, pair in zip(group.layouts, plans, metadata, parts, strict=True)
             ]
@@ -157,11 +160,14 @@ class LayoutContract(OwnerContract[MetadataT]):
             group = self._group(case)
             for slots in self._chain_slots(group, case):
                 homes = [group.home(int(page)) for page in slots]
-                for layout in group.layouts:
+                owners = group.layouts[0].plan_backup(slots).lanes
+                if not has_host_lanes(group.layouts[0]):
+                    check_equal_arrays(owners, [lane for lane, _ in homes], f"{case}: lanes")
+                for layout, lanes in zip(group.layouts, group.host_lanes, strict=True):
                     plan = layout.plan_backup(slots)
-                    expected = [row for lane, row in homes if lane == layout.lane]
-                    check_equal_arrays(plan.device_pages, expected, f"{case}: rows of lane {layout.lane}")
-                    check_equal_arrays(plan.lanes, [lane for lane, _ in homes], f"{case}: lanes")
+                    expected = [row for owner, (_, row) in zip(owners, homes, strict=True) if owner == lanes.own]
+                    check_equal_arrays(plan.device_pages, expected, f"{case}: rows of host lane {lanes.own}")
+                    check_equal_arrays(plan.lanes, owners, f"{case}: host lanes")
                     assert plan.logical_tokens == len(slots) * case.page_size
 
         self._for_all_cases(check)
@@ -171,12 +177,15 @@ class LayoutContract(OwnerContract[MetadataT]):
             group = self._group(case)
             slots = np.concatenate(self._chain_slots(group, case))
             plans, metadata = group.backup(slots)
-            counts = [group.lanes(slots).count(lane) for lane in range(group.layouts[0].lane_count)]
-            for layout, plan, data in zip(group.layouts, plans, metadata, strict=True):
+            owners = plans[0].lanes.tolist()
+            counts = [owners.count(lane) for lane in range(group.host_lanes[0].count)]
+            assert sum(counts) == len(slots), f"{case}: owners {owners} of {len(counts)} host lanes"
+            for lanes, plan, data in zip(group.host_lanes, plans, metadata, strict=True):
                 copies = plan.bind(np.arange(plan.owned_pages, dtype=np.int64))
+                own = 0 if lanes.own is None else counts[lanes.own]
                 assert list(plan.demand_pages) == counts, f"{case}: demand"
                 assert list(data.pages_per_lane) == counts, f"{case}: pages held"
-                assert counts[layout.lane] == plan.owned_pages == copies.pages == len(data.host_pages)
+                assert own == plan.owned_pages == copies.pages == len(data.host_pages)
                 assert data.logical_len == len(slots) * case.page_size
 
         self._for_all_cases(check)
@@ -204,8 +213,7 @@ class LayoutContract(OwnerContract[MetadataT]):
             parts = [self._cut(group, [node[rank] for node in stored]) for rank in range(case.shard_size)]
             fresh = group.allocate_slots(group.layouts[0].load_lanes(parts[0]))
             group.load(parts, fresh)
-            for result in group.read(fresh):
-                check_equal_arrays(result, np.concatenate(content), f"{case}: bytes after load-back")
+            group.check(fresh, np.concatenate(content), f"{case}: bytes after load-back")
 
         self._for_all_cases(check)
 
@@ -265,12 +273,12 @@ class LayoutContract(OwnerContract[MetadataT]):
     def test_the_halves_of_every_split_have_the_right_lengths_and_host_pages(self) -> None:
         for case in self._corners():
             group = self._group(case)
-            _, metadata = group.backup(np.concatenate(self._chain_slots(group, case)))
-            for layout, node in zip(group.layouts, metadata, strict=True):
-                lanes = layout.load_lanes([node]).tolist()
-                for pages in range(len(lanes) + 1):
+            plans, metadata = group.backup(np.concatenate(self._chain_slots(group, case)))
+            owners = plans[0].lanes.tolist()
+            for lanes, node in zip(group.host_lanes, metadata, strict=True):
+                for pages in range(len(owners) + 1):
                     first, second = node.split(pages * case.page_size)
-                    owned = lanes[:pages].count(layout.lane)
+                    owned = 0 if lanes.own is None else owners[:pages].count(lanes.own)
                     assert first.logical_len == pages * case.page_size
                     assert second.logical_len == node.logical_len - first.logical_len
                     check_equal_arrays(first.host_pages, node.host_pages[:owned], f"{case}: first half at {pages}")
@@ -285,7 +293,7 @@ class LayoutContract(OwnerContract[MetadataT]):
             group.load(parts, fresh)
             for rank, layout in enumerate(group.layouts):
                 check_equal_arrays(layout.load_lanes(parts[rank]), pattern, f"{case}: after split")
-                check_equal_arrays(layout.plan_backup(fresh).lanes, pattern, f"{case}: backup after load")
+                check_equal_arrays(layout.lanes_of(fresh), pattern, f"{case}: lanes after load")
 
         self._for_all_cases(check)
 

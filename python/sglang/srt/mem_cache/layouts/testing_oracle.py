@@ -1,7 +1,8 @@
 """A shard group made of byte arrays: replays plans page by page, token by token, in plain numpy.
 
 It shares no code with any strategy. Where a logical page lies (its *home*: lane and row page) it is told by
-the binding, or finds out by asking every rank to back up that one page and seeing who would copy what.
+the binding, or finds out by asking every rank for the rows of that one page. Which of a page's tokens a rank has it
+asks one page at a time, so that answers to many at once can be held against that.
 """
 
 from __future__ import annotations
@@ -9,8 +10,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Generic
 
 import numpy as np
+import torch
 
 from .errors import LayoutConfigError
+from .facts import host_lanes, page_rows
 from .protocol import KVLayoutStrategy, MetadataT
 
 if TYPE_CHECKING:
@@ -19,10 +22,11 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from .pages import LaneArray, PageArray
-    from .plans import BackupPlan, CopyPlan
+    from .plans import BackupPlan, CopyPlan, LoadPlan
 
     Bytes = npt.NDArray[np.uint8]
     Home = tuple[int, int]
+    Place = tuple[npt.NDArray[np.intp], PageArray]
 
 TOKEN_BYTES = 8
 _MOST_RESERVED_PAGES = 100_000
@@ -31,9 +35,9 @@ _MOST_RESERVED_PAGES = 100_000
 class SimulatedGroup(Generic[MetadataT]):
     """Device pool, host pool and free lists of every rank of one shard group.
 
-    `layouts` holds one strategy a rank. Each rank has `row_pages` device pages besides padding page 0, and
-    `host_pages` host pages; both pools start full of noise. Free pages are handed out in random order, or in
-    ascending order if `shuffled` is false. `home` gives the home of a logical page, or is None to find out.
+    `layouts` holds one strategy a rank. Each rank has `row_pages` device pages besides padding page 0, and `host_pages`
+    host pages; both pools start full of noise. Free pages are handed out in random order, or in ascending order if
+    `shuffled` is false. `home` gives the home of a logical page, or is None to find out.
     """
 
     def __init__(
@@ -47,19 +51,19 @@ class SimulatedGroup(Generic[MetadataT]):
         home: Callable[[int], Home] | None = None,
     ) -> None:
         self.layouts = layouts
-        self._ranks = [
-            [rank for rank, layout in enumerate(layouts) if layout.lane == lane]
-            for lane in range(layouts[0].lane_count)
-        ]
-        assert all(self._ranks), f"lanes {[lane for lane, ranks in enumerate(self._ranks) if not ranks]} have no rank"
+        without = set(range(layouts[0].lane_count)) - {layout.lane for layout in layouts}
+        assert not without, f"lanes {sorted(without)} have no rank"
         self.page_size = layouts[0].page_size
+        self.page_rows = page_rows(layouts[0])
         self.row_pages = row_pages
+        self.host_lanes = [host_lanes(layout) for layout in layouts]
         self.rng = np.random.default_rng(seed)
-        self.device = self._noise(len(layouts), (row_pages + 1) * self.page_size)
-        self.host = self._noise(len(layouts), host_pages * self.page_size)
+        self.device = self._noise(len(layouts), (row_pages + 1) * self.page_rows)
+        self.host = self._noise(len(layouts), host_pages * self.page_rows)
+        self._places: dict[int, list[Place]] = {}
         self._home = home if home is not None else self.ask_home
         first = self.first_usable_page()
-        usable = first + layouts[0].logical_tokens(row_pages * self.page_size) // self.page_size
+        usable = first + layouts[0].logical_tokens(row_pages * self.page_rows) // self.page_size
         self.usable_pages = range(first, usable)
         self._free_slots = self._order(self.usable_pages, shuffled)
         self._free_host = [self._order(range(host_pages), shuffled) for _ in layouts]
@@ -76,22 +80,35 @@ class SimulatedGroup(Generic[MetadataT]):
             return page
         raise AssertionError(f"plan_backup refuses every logical page below {_MOST_RESERVED_PAGES}")
 
-    def ask_home(self, slot_page: int) -> Home:
-        """Lane and row page of a logical page, from what each rank would copy to back it up alone.
+    def places(self, slot_page: int) -> list[Place]:
+        """For each rank, which tokens of a logical page it stores, and in which rows; asked for this page alone."""
+        if slot_page not in self._places:
+            slots = torch.arange(slot_page * self.page_size, (slot_page + 1) * self.page_size)
+            by_rank = [layout.local_rows(slots).numpy() for layout in self.layouts]
+            stored = [rows >= self.page_rows for rows in by_rank]
+            self._places[slot_page] = [(np.flatnonzero(s), rows[s]) for s, rows in zip(stored, by_rank, strict=True)]
+        return self._places[slot_page]
 
-        `AssertionError` where the ranks contradict each other.
+    def ask_home(self, slot_page: int) -> Home:
+        """Lane and row page of a logical page, from the rows that each rank says it has.
+
+        `AssertionError` where the ranks contradict each other, where a rank has no whole row page, and unless each
+        token is on one rank or on all.
         """
-        copied: dict[int, int] = {}
-        for rank, layout in enumerate(self.layouts):
-            rows = layout.plan_backup(np.array([slot_page], dtype=np.int64)).device_pages
-            if len(rows):
-                lane, row = layout.lane, int(rows[0])
-                assert len(rows) == 1, f"rank {rank} copies {len(rows)} row pages for logical page {slot_page}"
-                assert copied.setdefault(lane, row) == row, f"page {slot_page} has two rows in lane {lane}"
-            elif layout.lane in copied:
-                raise AssertionError(f"rank {rank} does not copy page {slot_page}, others of its lane do")
-        assert len(copied) == 1, f"page {slot_page} must be copied in one lane, is in {sorted(copied)}"
-        return next(iter(copied.items()))
+        homes: dict[int, int] = {}
+        copies = np.zeros(self.page_size, dtype=np.int64)
+        for rank, (tokens, rows) in enumerate(self.places(slot_page)):
+            copies[tokens] += 1
+            if not len(rows):
+                continue
+            lane, row_page = self.layouts[rank].lane, int(rows[0]) // self.page_rows
+            whole = range(row_page * self.page_rows, (row_page + 1) * self.page_rows)
+            assert rows.tolist() == list(whole), f"rank {rank} has page {slot_page} in rows {rows}, no whole row page"
+            assert homes.setdefault(lane, row_page) == row_page, f"page {slot_page} has two row pages in lane {lane}"
+        assert len(homes) == 1, f"page {slot_page} must lie in one lane, is in {sorted(homes)}"
+        everywhere = len(self.layouts) if self.layouts[0].lane_count == 1 else 1
+        assert set(copies.tolist()) in ({1}, {everywhere}), f"tokens of page {slot_page} are on {copies} ranks"
+        return next(iter(homes.items()))
 
     def home(self, slot_page: int) -> Home:
         """Lane and row page of a logical page."""
@@ -128,25 +145,25 @@ class SimulatedGroup(Generic[MetadataT]):
     def write(self, slot_pages: PageArray) -> Bytes:
         """Fill logical pages with new content, shape ``[pages * page_size, TOKEN_BYTES]``, and return it."""
         content = self._noise(len(slot_pages) * self.page_size)
-        for number, page in enumerate(slot_pages):
-            lane, row = self.home(int(page))
-            for rank in self._ranks[lane]:
-                for token in range(self.page_size):
-                    self.device[rank, row * self.page_size + token] = content[number * self.page_size + token]
+        for number, page in enumerate(slot_pages.tolist()):
+            own = content[number * self.page_size :]
+            for rank, (tokens, rows) in enumerate(self.places(page)):
+                self.device[rank, rows] = own[tokens]
         return content
 
-    def read(self, slot_pages: PageArray) -> list[Bytes]:
-        """Content of logical pages, shape ``[pages * page_size, TOKEN_BYTES]``: one result for each copy of a lane."""
-        copies = max(len(ranks) for ranks in self._ranks)
-        results = [np.zeros((len(slot_pages) * self.page_size, TOKEN_BYTES), dtype=np.uint8) for _ in range(copies)]
-        for number, page in enumerate(slot_pages):
-            lane, row = self.home(int(page))
-            ranks = self._ranks[lane]
-            for copy, result in enumerate(results):
-                rank = ranks[copy % len(ranks)]
-                for token in range(self.page_size):
-                    result[number * self.page_size + token] = self.device[rank, row * self.page_size + token]
-        return results
+    def check(self, slot_pages: PageArray, content: Bytes, what: str) -> None:
+        """Fail unless every rank has the bytes of `content`, as `write` returns it, that it stores."""
+        for number, page in enumerate(slot_pages.tolist()):
+            own = content[number * self.page_size :]
+            for rank, (tokens, rows) in enumerate(self.places(page)):
+                np.testing.assert_array_equal(
+                    self.device[rank, rows], own[tokens], err_msg=f"{what}: page {page} on rank {rank}"
+                )
+
+    def stored_pages(self, rank: int, slot_pages: PageArray) -> list[int]:
+        """Row pages of a rank for those of `slot_pages`, shape ``[pages]``, of which it stores anything."""
+        found = [self.places(page)[rank][1] for page in slot_pages.tolist()]
+        return [int(rows[0]) // self.page_rows for rows in found if len(rows)]
 
     # Plans.
 
@@ -166,26 +183,49 @@ class SimulatedGroup(Generic[MetadataT]):
         return plans, metadata
 
     def load(self, parts: Sequence[Sequence[MetadataT]], slot_pages: PageArray) -> None:
-        """Copy `parts`, one sequence a rank, into logical pages, shape ``[pages]``; no other row may change."""
-        for rank, layout in enumerate(self.layouts):
-            before = self.device[rank].copy()
-            plan = layout.plan_load(parts[rank], slot_pages)
+        """Bring `parts`, one sequence a rank, to logical pages, shape ``[pages]``; no other row may change.
+
+        First each rank's copies, then the exchange. `AssertionError` if the ranks disagree about it, or if a rank is
+        to give a page that its own copies did not bring.
+        """
+        plans = [layout.plan_load(own, slot_pages) for layout, own in zip(self.layouts, parts, strict=True)]
+        before = self.device.copy()
+        for rank, plan in enumerate(plans):
             self._copy(plan.copies, source=self.host[rank], target=self.device[rank], to_host=False)
-            homes = [self.home(int(page)) for page in slot_pages]
-            rows = np.array([row for lane, row in homes if lane == layout.lane], dtype=np.int64)
-            self._check_untouched(before, self.device[rank], rows)
+        self._exchange(plans)
+        for rank in range(len(plans)):
+            stored = np.array(self.stored_pages(rank, slot_pages), dtype=np.int64)
+            self._check_untouched(before[rank], self.device[rank], stored)
+
+    def _exchange(self, plans: Sequence[LoadPlan]) -> None:
+        """Page by page, from the device of its owner to all others that have a row page for it."""
+        owners = plans[0].exchange.owners.tolist()
+        for rank, plan in enumerate(plans):
+            found = plan.exchange.owners.tolist()
+            assert len(found) == len(owners), f"rank {rank} exchanges {len(found)} pages, rank 0 {len(owners)}"
+            assert found == owners, f"rank {rank} names the owners {found}, rank 0 {owners}"
+        brought = [set(plan.copies.device_pages().tolist()) for plan in plans]
+        rows = [plan.exchange.row_pages.tolist() for plan in plans]
+        pages = self.device.reshape(len(plans), -1, self.page_rows * TOKEN_BYTES)
+        for number, owner in enumerate(owners):
+            assert 0 <= owner < len(plans), f"page {number} of an exchange is on rank {owner} of {len(plans)}"
+            own = rows[owner][number]
+            assert own in brought[owner], f"rank {owner} is to give row page {own}, which its copies did not bring"
+            for rank in range(len(plans)):
+                if rank != owner and rows[rank][number]:
+                    pages[rank, rows[rank][number]] = pages[owner, own]
 
     def _copy(self, plan: CopyPlan, *, source: Bytes, target: Bytes, to_host: bool) -> None:
         for run in plan.runs():
             first_source, first_target = run.host_page, run.device_page
             if to_host:
                 first_source, first_target = first_target, first_source
-            for token in range(run.pages * self.page_size):
-                target[first_target * self.page_size + token] = source[first_source * self.page_size + token]
+            for row in range(run.pages * self.page_rows):
+                target[first_target * self.page_rows + row] = source[first_source * self.page_rows + row]
 
     def _check_untouched(self, before: Bytes, after: Bytes, pages: PageArray) -> None:
-        tokens = {int(token) // self.page_size for token in np.flatnonzero((before != after).any(axis=1))}
-        stray = sorted(tokens - {int(page) for page in pages})
+        changed = {int(row) // self.page_rows for row in np.flatnonzero((before != after).any(axis=1))}
+        stray = sorted(changed - {int(page) for page in pages})
         assert not stray, f"a copy changed pages {stray} outside its own {sorted(pages)}"
 
     def _noise(self, *shape: int) -> Bytes:

@@ -5,19 +5,13 @@ A server adds up what the ranks have of a page, so a second copy is as wrong as 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 import torch
 
-from .capabilities import shares_pools
 from .owners import refuse_shared_owners
 from .protocol import MetadataT
 from .testing_harness import LayoutCase, LayoutHarness
 from .testing_metadata import check_equal_arrays
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 class OwnerContract(LayoutHarness[MetadataT]):
@@ -36,30 +30,21 @@ class OwnerContract(LayoutHarness[MetadataT]):
     def test_a_slot_has_a_row_on_its_owner_and_a_row_of_the_padding_page_elsewhere(self) -> None:
         def check(case: LayoutCase) -> None:
             group = self._group(case)
-            if group.layouts[0].lane_count == 1:
-                return  # its rows are its slots
             pages = np.array(group.usable_pages, dtype=np.int64)
-            within = np.arange(case.page_size)
-            slots = torch.from_numpy(pages[:, None] * case.page_size + within)
+            slots = torch.from_numpy(pages[:, None] * case.page_size + np.arange(case.page_size))
             homes = np.array([group.home(int(page)) for page in pages])
             reserved = torch.arange(group.usable_pages[0] * case.page_size)
             for rank, layout in enumerate(group.layouts):
-                local_rows = _local_rows(layout)
-                if local_rows is None:
-                    continue
-                rows = local_rows(slots)
+                rows = layout.local_rows(slots)
                 assert rows.shape == slots.shape
                 assert rows.dtype == torch.int64
-                own = homes[:, 0] == layout.lane
-                expected = homes[:, 1:] * case.page_size + within
-                check_equal_arrays(rows.numpy()[own], expected[own], f"{case}: rows of rank {rank}")
-                for elsewhere in (rows.numpy()[~own], local_rows(reserved).numpy()):
-                    assert ((elsewhere >= 0) & (elsewhere < case.page_size)).all(), (
-                        f"{case}: rank {rank} has rows for slots that it does not store, not of the padding page"
-                    )
+                assert (layout.local_rows(reserved).numpy() < group.page_rows).all(), f"{case}: rows of reserved slots"
+                here = rows.numpy() >= group.page_rows
+                own = layout.lanes_of(pages) == layout.lane
+                check_equal_arrays(here.sum(axis=1), own * group.page_rows, f"{case}: rows that rank {rank} stores")
+                row_pages = rows.numpy()[here].reshape(-1, group.page_rows) // group.page_rows
+                expected = np.repeat(homes[own, 1:], group.page_rows, axis=1)
+                check_equal_arrays(row_pages, expected, f"{case}: row pages of rank {rank}")
+                assert (rows.numpy() >= 0).all()
 
         self._for_all_cases(check)
-
-
-def _local_rows(layout: object) -> Callable[[torch.Tensor], torch.Tensor] | None:
-    return layout.local_rows if shares_pools(layout) else None

@@ -14,6 +14,7 @@ from sglang.srt.mem_cache.hicache.copies.transfer import HostTransfer
 from sglang.srt.mem_cache.hicache.host.ledger import HostShortfall
 from sglang.srt.mem_cache.hicache.settings import HiCacheSettings
 from sglang.srt.mem_cache.layouts import CpSharedKVLayout, LayoutConfigError, LayoutInvariantError, PoolKind
+from sglang.srt.mem_cache.layouts.exchange import NO_EXCHANGE
 from support.caches import LAYERS, CacheSpec, CacheTestCase, Rank, chain, page_views
 from support.groups import Group, check_host
 
@@ -202,7 +203,7 @@ class TestLoadMapping(CacheTestCase):
                 with (
                     patch.object(controller, "transfer", log),
                     patch.object(log, "engine", engine),
-                    patch.object(log, "bytes_per_token", 1),
+                    patch.object(log, "bytes_per_page", 1),
                     patch.object(controller.layer_done_counter, "events", events),
                     patch.object(controller, "load_fence_stream", fence),
                     patch.object(controller, "_forward_done", log.forward_done),
@@ -211,7 +212,7 @@ class TestLoadMapping(CacheTestCase):
                 wanted = [getattr(call, f"start_{index}").record()]
                 if fence is not None:
                     wanted += [call.forward_done.record(fence), call.forward_done.wait(log.to_device)]
-                self.assertEqual(log.method_calls, [*wanted, call.load(ANY, events[index])])
+                self.assertEqual(log.method_calls, [*wanted, call.load(ANY, events[index], NO_EXCHANGE)])
 
     def test_nothing_queued_starts_nothing(self) -> None:
         (rank, *_) = Group(CacheSpec()).ranks

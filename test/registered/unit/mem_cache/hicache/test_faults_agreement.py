@@ -103,7 +103,7 @@ class TestAgreement(CacheTestCase):
         self.assertEqual(group.agreed(lambda rank: len(rank.controller.ack_load_queue)), 1)
         taken = group.each(lambda rank: free - rank.host_free_pages())
         copied = group.each(lambda rank: sum(len(transfers) for transfers in (*rank.engine.writes, *rank.engine.loads)))
-        self.assertEqual(sorted(taken), [0, 0, 0, 1] if group.spec.lanes > 1 else [1] * RANKS)
+        self.assertEqual(sorted(taken), [0, 0, 0, 1] if group.spec.host_lanes > 1 else [1] * RANKS)
         self.assertEqual(copied, [2 * pages for pages in taken])
         self.assertEqual(group.agreed(lambda rank: node_of(rank, 1).host_len), 4)
         self.assertEqual(group.agreed(lambda rank: rank.controller.ack_load_queue[0].num_tokens), 4)

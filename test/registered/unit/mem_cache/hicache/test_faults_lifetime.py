@@ -211,10 +211,10 @@ class TestKeys(CacheTestCase):
     @each_layout
     def test_25_a_short_eagle_key_matches_whole_pages_of_bigrams_only(self, layout: str) -> None:
         group = Group(fault_spec(layout, pages=8, host=8, pool=PoolKind.DSA, eagle=True))
-        tokens = chain(group.spec, 1, 2)
+        tokens, page = chain(group.spec, 1, 2), group.spec.page_size
         for rank in group.ranks:
-            rank.cache.put(Insertion(key=rank.key(tokens), value=rank.take(128)))
-            for length, matched in ((0, 0), (1, 0), (63, 0), (64, 0), (65, 64), (128, 64)):
+            rank.cache.put(Insertion(key=rank.key(tokens), value=rank.take(2 * page)))
+            for length, matched in ((0, 0), (1, 0), (page - 1, 0), (page, 0), (page + 1, page), (2 * page, page)):
                 match = rank.cache.match(rank.key(tokens[:length]))
                 self.assertEqual(len(match.slots), matched, f"{length} tokens")
 
@@ -296,7 +296,7 @@ class TestPayload(CacheTestCase):
             self.assertEqual(stats.backed_up_bytes, stats.loaded_bytes)
             own_pages.append(stats.backed_up_bytes // page_bytes)
             self.assertEqual((stats.backed_up_bytes % page_bytes, stats.zero_owned_backups), (0, own_pages[-1] == 0))
-        self.assertEqual(sorted(own_pages), [0, 1, 1, 1] if group.spec.lanes > 1 else [3] * RANKS)
+        self.assertEqual(sorted(own_pages), [0, 1, 1, 1] if group.spec.host_lanes > 1 else [3] * RANKS)
 
 
 def _held(group: Group) -> list[tuple[int, int, tuple[int, ...], int]]:

@@ -1,4 +1,4 @@
-"""Both strategies against the contract suite, each with its own plain way to say where a page lies."""
+"""All strategies against the contract suite, each with its own plain way to say where a page lies."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from typing_extensions import override
 from sglang.srt.mem_cache.layouts import (
     CpHiCacheNodeMetadata,
     CpSharedLayout,
+    DcpStripedLayout,
+    HostSharedLayout,
     IdentityLayout,
     IdentityNodeMetadata,
 )
@@ -52,6 +54,32 @@ class TestCpSharedContract(LayoutContract[CpHiCacheNodeMetadata]):
             dealt[next(ranks)] += 1
         rank = next(ranks)
         return rank, dealt[rank]
+
+
+class TestHostSharedContract(LayoutContract[CpHiCacheNodeMetadata]):
+    split_rules: ClassVar = TestCpSharedContract.split_rules
+
+    @override
+    def make_layout(self, *, page_size: int, shard_size: int, shard_rank: int) -> HostSharedLayout:
+        return HostSharedLayout(page_size=page_size, shard_size=shard_size, shard_rank=shard_rank)
+
+    @override
+    def stated_home(self, slot_page: int, shard_size: int) -> tuple[int, int]:
+        return 0, slot_page
+
+
+class TestDcpStripedContract(LayoutContract[IdentityNodeMetadata]):
+    split_rules: ClassVar = TestIdentityContract.split_rules
+    page_sizes: ClassVar = (16, 64)
+    shard_sizes: ClassVar = (1, 2, 4, 8, 16)
+
+    @override
+    def make_layout(self, *, page_size: int, shard_size: int, shard_rank: int) -> DcpStripedLayout:
+        return DcpStripedLayout(page_size=page_size, shard_size=shard_size, shard_rank=shard_rank)
+
+    @override
+    def stated_home(self, slot_page: int, shard_size: int) -> tuple[int, int]:
+        return 0, slot_page
 
 
 class TestCpSharedContractWithoutStatedHomes(LayoutContract[CpHiCacheNodeMetadata]):

@@ -15,11 +15,15 @@ from sglang.srt.mem_cache.layouts import (
     CopyPlan,
     CpHiCacheNodeMetadata,
     CpSharedLayout,
+    DcpStripedLayout,
+    HostSharedLayout,
     IdentityLayout,
     KVLayoutStrategy,
     LayoutConfigError,
     LoadPlan,
+    PageExchange,
 )
+from sglang.srt.mem_cache.layouts.exchange import NO_EXCHANGE
 from sglang.srt.mem_cache.layouts.owners import refuse_shared_owners
 from sglang.srt.mem_cache.layouts.testing import LayoutContract, joined, same
 
@@ -217,6 +221,149 @@ class _EveryRankTakesEverything(CpSharedLayout):
         return replace(super().plan_backup(slot_pages), device_pages=self.geometry.row_pages(slot_pages))
 
 
+# Host owners and exchanges.
+
+
+class _LeavesTheExchangeOut(HostSharedLayout):
+    """Every rank thinks that its own pages are all that it stores."""
+
+    @override
+    def plan_load(self, parts: Sequence[CpHiCacheNodeMetadata], slot_pages: PageArray) -> LoadPlan:
+        return replace(super().plan_load(parts, slot_pages), exchange=NO_EXCHANGE)
+
+
+class _NobodySendsTheLastPage(HostSharedLayout):
+    """Its owner is to give it, but does not load it."""
+
+    @override
+    def plan_load(self, parts: Sequence[CpHiCacheNodeMetadata], slot_pages: PageArray) -> LoadPlan:
+        plan = super().plan_load(parts, slot_pages)
+        host, device = plan.copies.host_pages(), plan.copies.device_pages()
+        left = slice(0, -1 if len(device) and device[-1] == slot_pages[-1] else None)
+        copies = CopyPlan.from_pages(page_size=self.page_size, host_pages=host[left], device_pages=device[left])
+        return replace(plan, copies=copies)
+
+
+class _CountsItsOwnPagesOnly(HostSharedLayout):
+    """The ranks come to the exchange with different numbers of pages."""
+
+    @override
+    def plan_load(self, parts: Sequence[CpHiCacheNodeMetadata], slot_pages: PageArray) -> LoadPlan:
+        plan = super().plan_load(parts, slot_pages)
+        mine = plan.exchange.owners == self.host_lane
+        exchange = PageExchange(owners=plan.exchange.owners[mine], row_pages=plan.exchange.row_pages[mine])
+        return replace(plan, exchange=exchange)
+
+
+class _GivesRowsOfTheNextPage(HostSharedLayout):
+    @override
+    def plan_load(self, parts: Sequence[CpHiCacheNodeMetadata], slot_pages: PageArray) -> LoadPlan:
+        plan = super().plan_load(parts, slot_pages)
+        rows = plan.exchange.row_pages
+        return replace(plan, exchange=replace(plan.exchange, row_pages=np.roll(rows, self.host_lane)))
+
+
+class _BooksHalfOfWhatItTakes(HostSharedLayout):
+    """The ledgers admit more than a rank's host pool holds."""
+
+    @override
+    def plan_backup(self, slot_pages: PageArray) -> BackupPlan:
+        plan = super().plan_backup(slot_pages)
+        return replace(plan, demand_pages=tuple(pages // 2 for pages in plan.demand_pages))
+
+
+class _OwnersThatDoNotExist(HostSharedLayout):
+    @override
+    def plan_backup(self, slot_pages: PageArray) -> BackupPlan:
+        plan = super().plan_backup(slot_pages)
+        lanes = plan.lanes + np.int16(self.host_lane_count)
+        return replace(plan, lanes=lanes, device_pages=plan.device_pages[:0])
+
+
+class _TwoOwnersBothAnswer(HostSharedLayout):
+    """The last rank says that it is the one before it, so both have those pages, and nobody has its own."""
+
+    def __init__(self, *, page_size: int, shard_size: int, shard_rank: int) -> None:
+        twin = shard_rank == shard_size - 1 and shard_size > 1
+        super().__init__(page_size=page_size, shard_size=shard_size, shard_rank=shard_rank - twin)
+
+
+class _KeepsNoRowsOfPages(HostSharedLayout):
+    """`local_rows` says that a rank stores what it backs up: readers would miss all other pages."""
+
+    @override
+    def local_rows(self, slots: torch.Tensor) -> torch.Tensor:
+        return slots * (slots // self.page_size % self.host_lane_count == self.host_lane)
+
+
+class _StripesOfTheRankBefore(DcpStripedLayout):
+    """Two ranks store the same tokens of a page, and nobody those of the last."""
+
+    @override
+    def local_rows(self, slots: torch.Tensor) -> torch.Tensor:
+        return super().local_rows(slots + 1) if self.shard_rank == 0 else super().local_rows(slots)
+
+
+class _RankZeroKeepsAll(HostSharedLayout):
+    """Allowed: one rank has the host copies of all, and gives them to the others."""
+
+    @override
+    def plan_backup(self, slot_pages: PageArray) -> BackupPlan:
+        plan = super().plan_backup(slot_pages)
+        pages = len(slot_pages)
+        demand = (pages, *[0] * (self.host_lane_count - 1))
+        mine = slot_pages.copy() if self.host_lane == 0 else slot_pages[:0].copy()
+        return replace(plan, lanes=np.zeros(pages, dtype=np.int16), demand_pages=demand, device_pages=mine)
+
+
+@pytest.mark.parametrize(
+    ("broken", "noticed_by"),
+    [
+        (_LeavesTheExchangeOut, "test_bytes_come_back_at_the_same_positions"),
+        (_LeavesTheExchangeOut, "test_ranks_exchange_what_they_store_and_do_not_load"),
+        (_NobodySendsTheLastPage, "test_bytes_come_back_at_the_same_positions"),
+        (_CountsItsOwnPagesOnly, "test_bytes_come_back_at_the_same_positions"),
+        (_CountsItsOwnPagesOnly, "test_ranks_exchange_what_they_store_and_do_not_load"),
+        (_CountsItsOwnPagesOnly, "test_all_ranks_answer_alike"),
+        (_GivesRowsOfTheNextPage, "test_bytes_come_back_at_the_same_positions"),
+        (_GivesRowsOfTheNextPage, "test_ranks_exchange_what_they_store_and_do_not_load"),
+        (_BooksHalfOfWhatItTakes, "test_no_host_lane_takes_more_than_it_was_admitted_for"),
+        (_BooksHalfOfWhatItTakes, "test_demand_is_what_each_lane_really_copies"),
+        (_OwnersThatDoNotExist, "test_demand_is_what_each_lane_really_copies"),
+        (_TwoOwnersBothAnswer, "test_each_host_lane_is_one_ranks_or_every_rank_keeps_all"),
+        (_KeepsNoRowsOfPages, "test_a_slot_has_a_row_on_its_owner_and_a_row_of_the_padding_page_elsewhere"),
+        (_StripesOfTheRankBefore, "test_a_slot_has_a_row_on_its_owner_and_a_row_of_the_padding_page_elsewhere"),
+    ],
+)
+def test_a_broken_host_tier_is_noticed(broken: type[HostSharedLayout | DcpStripedLayout], noticed_by: str) -> None:
+    class Broken(_Binding):
+        shard_sizes: ClassVar = (2, 4)
+        page_sizes: ClassVar = (4, 16)
+
+        @override
+        def make_layout(self, *, page_size: int, shard_size: int, shard_rank: int) -> KVLayoutStrategy[Any]:
+            return self.kind(page_size=page_size, shard_size=shard_size, shard_rank=shard_rank)
+
+        kind: type[HostSharedLayout | DcpStripedLayout] = broken
+        split_rules: ClassVar = _Binding.split_rules
+
+    class Sound(Broken):
+        kind = DcpStripedLayout if issubclass(broken, DcpStripedLayout) else HostSharedLayout
+
+    with pytest.raises((AssertionError, pytest.fail.Exception)):
+        getattr(Broken(), noticed_by)()
+    getattr(Sound(), noticed_by)()
+
+
+@pytest.mark.parametrize(
+    "broken", [_OwnersThatDoNotExist, _TwoOwnersBothAnswer, _KeepsNoRowsOfPages, _StripesOfTheRankBefore]
+)
+def test_a_host_tier_that_is_noticed_is_refused_at_start(broken: type[HostSharedLayout | DcpStripedLayout]) -> None:
+    ranks = [broken(page_size=4, shard_size=4, shard_rank=rank) for rank in range(4)]
+    with pytest.raises(LayoutConfigError, match=r"^--kv-layout-strategy \w+: [^\n]*; accepted: [^\n]*$"):
+        refuse_shared_owners(ranks)
+
+
 @pytest.mark.parametrize(
     ("broken", "noticed_by"),
     [
@@ -262,6 +409,24 @@ def test_ranks_in_another_order_have_a_lane_each_all_the_same() -> None:
     Permuted().test_bytes_come_back_at_the_same_positions()
 
 
+def test_one_rank_may_keep_all_host_pages_and_give_them_to_the_others() -> None:
+    class RankZero(LayoutContract[CpHiCacheNodeMetadata]):
+        shard_sizes: ClassVar = (1, 2, 3)
+        page_sizes: ClassVar = (4,)
+        max_examples: ClassVar = 5
+        split_rules: ClassVar = _Binding.split_rules
+
+        @override
+        def make_layout(self, *, page_size: int, shard_size: int, shard_rank: int) -> _RankZeroKeepsAll:
+            return _RankZeroKeepsAll(page_size=page_size, shard_size=shard_size, shard_rank=shard_rank)
+
+    binding = RankZero()
+    for name in dir(binding):
+        if name.startswith("test_"):
+            getattr(binding, name)()
+    refuse_shared_owners([binding.make_layout(page_size=4, shard_size=3, shard_rank=rank) for rank in range(3)])
+
+
 @pytest.mark.parametrize("broken", [_TwoCopies, _ALaneThatNobodyServes, _TwoRanksHaveTheLastLane, _RowsOfTheNextRank])
 def test_what_is_noticed_is_refused_at_start_in_one_line(broken: type[CpSharedLayout]) -> None:
     ranks = [broken(page_size=4, shard_size=4, shard_rank=rank) for rank in range(4)]
@@ -296,6 +461,10 @@ def test_a_mapping_that_is_consistently_another_one_is_noticed_if_homes_are_stat
             if int(slot_pages.min(initial=self.lane_count)) < self.lane_count:
                 raise LayoutConfigError("reserved")
             return super().plan_backup(slot_pages + 1)
+
+        @override
+        def local_rows(self, slots: torch.Tensor) -> torch.Tensor:
+            return super().local_rows(slots + self.page_size)
 
     class Stated(_Binding):
         broken = Shifted

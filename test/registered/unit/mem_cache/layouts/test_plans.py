@@ -167,7 +167,7 @@ def test_plans_print_what_they_copy() -> None:
     text = "CopyPlan(page_size=4, pages=3, runs=[host 7 <-> device 20 x2, host 4 <-> device 30 x1])"
     assert repr(plan) == text
     assert repr(LoadPlan(page_size=4, logical_pages=3, copies=plan)) == (
-        f"LoadPlan(page_size=4, logical_pages=3, copies={text})"
+        f"LoadPlan(page_size=4, logical_pages=3, copies={text}, exchange=NO_EXCHANGE)"
     )
     assert "demand_pages=(2, 1), device_pages=array([6, 9])" in repr(_make_backup_plan([6, 9]))
 

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from sglang.srt.mem_cache.layouts.facts import host_lanes, page_rows
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -69,12 +71,13 @@ def _host_pages(cache: HiRadixCache[Any], nodes: list[LayoutTreeNode[Any]]) -> I
     own = _concat([part.host_pages for part in metadata])
     if len(np.unique(own)) != len(own):
         yield f"host pages are held by two nodes: {_repeated(own)}"
-    booked = np.zeros(cache.layout.lane_count, dtype=np.int64)
+    lanes = host_lanes(cache.layout)
+    booked = np.zeros(lanes.count, dtype=np.int64)
     for part in metadata:
         booked += part.pages_per_lane
     yield from _differ("host pages in use by lane", controller.ledger.used_pages, tuple(booked.tolist()))
-    yield from _differ("host pages of this rank's lane", len(own), int(booked[cache.layout.lane]))
-    unheld = np.zeros(cache.layout.lane_count, dtype=np.int64)
+    yield from _differ("host pages of this rank's lane", len(own), 0 if lanes.own is None else int(booked[lanes.own]))
+    unheld = np.zeros(lanes.count, dtype=np.int64)
     for node in nodes:
         if node.metadata is not None and node.host_ref_counter == 0:
             unheld += node.metadata.pages_per_lane
@@ -82,7 +85,7 @@ def _host_pages(cache: HiRadixCache[Any], nodes: list[LayoutTreeNode[Any]]) -> I
         "host pages that can be given up by lane", cache.parts.accounting.host_copies.lane_pages, unheld.tolist()
     )
     pool = cache.token_to_kv_pool_host
-    pool_used = (pool.size - pool.available_size()) // cache.page_size
+    pool_used = (pool.size - pool.available_size()) // page_rows(cache.layout)
     yield from _differ("host pages in use in the pool", pool_used, len(own))
 
 

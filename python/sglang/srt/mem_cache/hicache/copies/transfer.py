@@ -8,6 +8,8 @@ index moves with its KV rows::
 SGLang's transfer engine owns the streams. It issues the copies too, unless there is a page copier for the device,
 which moves the runs themselves: see `cuda.page_copier`. An empty plan issues none but still records every event, so a
 rank that owns nothing completes like the others.
+
+Where ranks then give each other pages, a layer's event comes after that: see `exchange`.
 """
 
 from __future__ import annotations
@@ -18,6 +20,8 @@ from sglang.srt.mem_cache.l2_transfer import L2Transfer, L2TransferEngine
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 from sglang.srt.mem_cache.pool_host import HostPoolGroup, PoolEntry
 
+from sglang.srt.mem_cache.layouts.errors import LayoutInvariantError
+from sglang.srt.mem_cache.layouts.exchange import NO_EXCHANGE
 from sglang.srt.mem_cache.layouts.pages import tokens_of_pages
 
 from ..seam.sglang import submit_load
@@ -32,9 +36,11 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.memory_pool import KVCache
     from sglang.srt.mem_cache.pool_host import HostKVCache
 
+    from sglang.srt.mem_cache.layouts.exchange import PageExchange
     from sglang.srt.mem_cache.layouts.plans import CopyPlan
 
     from ..host.pools import AnyHostPool
+    from .exchange import PageExchanger
 
 
 class Transfer(Protocol):
@@ -43,16 +49,27 @@ class Transfer(Protocol):
     engine: L2TransferEngine
 
     @property
-    def bytes_per_token(self) -> int:
-        """Bytes that one token moves, all layers and all pools."""
+    def bytes_per_page(self) -> int:
+        """Bytes that one page moves on this rank, all layers and all pools."""
+        ...
+
+    @property
+    def received_bytes(self) -> int:
+        """Bytes that peers have given this rank so far, in the exchanges that were submitted."""
         ...
 
     def back_up(self, copies: CopyPlan) -> TransferCompletion:
         """Submit device to host. Returns at once; the events tell when the copy runs and ends."""
         ...
 
-    def load(self, copies: CopyPlan, producer: LayerLoadingEvent) -> TransferCompletion:
-        """Submit host to device, layer by layer; `producer` records an event after each layer."""
+    def load(
+        self, copies: CopyPlan, producer: LayerLoadingEvent, exchange: PageExchange = NO_EXCHANGE
+    ) -> TransferCompletion:
+        """Submit host to device, layer by layer, each followed by its part of `exchange`.
+
+        `producer` records an event after each layer. Every rank of the shard group submits the same exchanges in the
+        same order.
+        """
         ...
 
 
@@ -71,7 +88,8 @@ class PageCopier(Protocol):
 class HostTransfer:
     """Copies between one rank's device pool and its host pools.
 
-    `copier` replaces the page copier that the device and `io_backend` call for; False means SGLang's engine.
+    `copier` replaces the page copier that the device and `io_backend` call for; False means SGLang's engine. Without an
+    `exchanger`, loads have no exchange.
 
     Raises `LayoutConfigError` if `io_backend` cannot address the host pool's memory layout.
     """
@@ -83,6 +101,7 @@ class HostTransfer:
         device_pool: KVCache,
         io_backend: str,
         copier: PageCopier | Literal[False] | None = None,
+        exchanger: PageExchanger | None = None,
     ) -> None:
         uneven = isinstance(device_pool, MHATokenToKVPool) and device_pool.head_dim != device_pool.v_head_dim
         is_mla = isinstance(device_pool, MLATokenToKVPool)
@@ -92,15 +111,22 @@ class HostTransfer:
         ]
         self._index_device = device_pool.device if io_backend == "kernel" else "cpu"
         self._layers = device_pool.layer_num
+        self._page_rows = device_pool.page_size
+        self._exchanger = exchanger
         self.engine = L2TransferEngine(io_backend)
         self._copier = self._own_copier(device_pool, io_backend) if copier is None else copier or None
         if self._copier is None:  # ours has orders of its own, and is there for these only
             check_mem_layout(io_backend, host_pool.layout, is_mla=is_mla, uneven_heads=uneven)
 
     @property
-    def bytes_per_token(self) -> int:
-        """Bytes that one token moves, all layers and all pools."""
-        return sum(size for _, size in self._pairs)
+    def bytes_per_page(self) -> int:
+        """Bytes that one page moves on this rank, all layers and all pools."""
+        return sum(size for _, size in self._pairs) * self._page_rows
+
+    @property
+    def received_bytes(self) -> int:
+        """Bytes that peers have given this rank so far, in the exchanges that were submitted."""
+        return 0 if self._exchanger is None else self._exchanger.received_pages * self.bytes_per_page
 
     @property
     def entries(self) -> list[PoolEntry]:
@@ -113,16 +139,35 @@ class HostTransfer:
             return self._copier.back_up(copies, self.engine)
         return self.engine.submit_device_to_host(self._transfers(copies, to_host=True))
 
-    def load(self, copies: CopyPlan, producer: LayerLoadingEvent) -> TransferCompletion:
-        """Submit host to device, layer by layer; `producer` records an event after each layer."""
+    def load(
+        self, copies: CopyPlan, producer: LayerLoadingEvent, exchange: PageExchange = NO_EXCHANGE
+    ) -> TransferCompletion:
+        """Submit host to device, layer by layer, each followed by its part of `exchange`; see `Transfer.load`.
+
+        Raises `LayoutInvariantError`, with nothing submitted, for an exchange without an exchanger.
+        """
+        if not exchange.pages:
+            if self._copier is not None:
+                return self._copier.load(copies, self.engine, producer)
+            return self._load_by_engine(copies, producer, producer.complete)
+        if self._exchanger is None:
+            raise LayoutInvariantError(
+                f"a load exchanges {exchange.pages} pages, but this rank has no way to its peers"
+            )
+        exchanging = self._exchanger.begin(exchange, producer)
         if self._copier is not None:
-            return self._copier.load(copies, self.engine, producer)
+            return exchanging.after_copies(self._copier.load(copies, self.engine, exchanging.copied))
+        return self._load_by_engine(copies, producer, exchanging.after_layer)
+
+    def _load_by_engine(
+        self, copies: CopyPlan, producer: LayerLoadingEvent, on_layer_done: Callable[[int], None]
+    ) -> TransferCompletion:
         return submit_load(
             self.engine,
             self._transfers(copies, to_host=False),
             layers=self._layers,
             start_event=producer.start_event,
-            on_layer_done=producer.complete,
+            on_layer_done=on_layer_done,
         )
 
     def _own_copier(self, device_pool: KVCache, io_backend: str) -> PageCopier | None:
@@ -140,9 +185,9 @@ class HostTransfer:
     def _transfers(self, copies: CopyPlan, *, to_host: bool) -> list[L2Transfer]:
         if not len(copies.lengths):
             return []
-        host_rows = tokens_of_pages(copies.host_pages(), copies.page_size)
+        host_rows = tokens_of_pages(copies.host_pages(), self._page_rows)
         moved_host_rows = self._indices(host_rows)
-        device_rows = self._indices(tokens_of_pages(copies.device_pages(), copies.page_size))
+        device_rows = self._indices(tokens_of_pages(copies.device_pages(), self._page_rows))
         return [
             L2Transfer(
                 host_pool=entry.host_pool,

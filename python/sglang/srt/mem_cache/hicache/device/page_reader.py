@@ -29,7 +29,7 @@ from ..waits import GATHER, BoundedReduction
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from sglang.srt.mem_cache.layouts.capabilities import ShardedPoolLayout
+    from sglang.srt.mem_cache.layouts.registry import AnyKVLayoutStrategy
 
 
 class PageAccess(Protocol):
@@ -111,7 +111,7 @@ class SharedPages:
 
     def __init__(
         self,
-        layout: ShardedPoolLayout,
+        layout: AnyKVLayoutStrategy,
         *,
         page_size: int,
         lane_count: int,

@@ -16,7 +16,7 @@ from sglang.srt.arg_groups.overrides import post_capture_kv_sizing_planned
 
 from sglang.srt.mem_cache.layouts.config import DEFAULT_LAYOUT
 from sglang.srt.mem_cache.layouts.errors import LayoutConfigError
-from sglang.srt.mem_cache.layouts.owners import shares_pages_out
+from sglang.srt.mem_cache.layouts.facts import shares_pages_out
 from sglang.srt.mem_cache.layouts.registry import known_layouts
 
 from ..releases import supported_releases

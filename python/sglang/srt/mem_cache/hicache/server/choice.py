@@ -53,7 +53,7 @@ class LayoutChoice:
 
     def wants_peers(self, page_size: int) -> bool:
         """Whether the strategy would share pages out, if only the shard group had a second rank."""
-        from sglang.srt.mem_cache.layouts.owners import shares_pages_out
+        from sglang.srt.mem_cache.layouts.facts import shares_pages_out
 
         return shares_pages_out(self.create(page_size=page_size, shard_size=2, shard_rank=0))
 

@@ -22,6 +22,8 @@ from sglang.srt.observability.metrics_collector import (
 from sglang.srt.runtime_context import get_observability
 from typing_extensions import override
 
+from sglang.srt.mem_cache.layouts.facts import host_lanes
+
 from ..radix_cache import HiRadixCache
 
 if TYPE_CHECKING:
@@ -51,9 +53,11 @@ COUNTERS: Final[Mapping[str, str]] = {
     "refused_backups": "Nodes that left the device without a host copy, since no room could be made for one.",
     "refused_loads": "Load-backs that found no device room even after eviction; the tokens were recomputed.",
     "off_lane_pages": "Pages of requests that went to another lane than their chain's, because that one was full.",
+    "received_bytes": "KV bytes that other ranks gave this one after loads, because they have them on their hosts.",
     "page_reads": "Times that this rank read page numbers from its device, which waits for it; expected to stay 0.",
 }
-PER_RANK: Final = frozenset({"host_used_bytes", "zero_owned_backups", "page_reads"})  # the others are a tree's
+# The others are a tree's.
+PER_RANK: Final = frozenset({"host_used_bytes", "zero_owned_backups", "received_bytes", "page_reads"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,15 +158,15 @@ class LayoutMetrics:
     def gauge_values(self, cache: HiRadixCache[Any]) -> dict[str, int]:
         """Values of `GAUGES` now."""
         layout, ledger = cache.layout, cache.cache_controller.ledger
-        used, room = ledger.used_pages, self._allocator.room_pages()
-        own = used[layout.lane] * layout.page_size
+        used, room, own = ledger.used_pages, self._allocator.room_pages(), host_lanes(layout).own
+        own_pages = 0 if own is None else used[own]
         return {
             "device_used_tokens": self._allocator.size - self._allocator.available_size(),
             "device_capacity_tokens": self._allocator.size,
             "device_page_imbalance": int(room.max() - room.min()),
             "host_used_tokens": _host_used_tokens(cache),
             "host_capacity_tokens": _host_capacity_tokens(cache),
-            "host_used_bytes": own * cache.cache_controller.transfer.bytes_per_token,
+            "host_used_bytes": own_pages * cache.cache_controller.transfer.bytes_per_page,
             "host_page_imbalance": max(used) - min(used),
         }
 
@@ -174,6 +178,7 @@ class LayoutMetrics:
             "refused_backups": stats.refused_backups,
             "refused_loads": stats.refused_loads,
             "off_lane_pages": self._allocator.off_lane_pages,
+            "received_bytes": cache.cache_controller.transfer.received_bytes,
             "page_reads": 0 if cache.request_pages is None else cache.request_pages.reads,
         }
 
@@ -183,7 +188,7 @@ def _host_used_tokens(cache: HiRadixCache[Any]) -> int:
 
 
 def _host_capacity_tokens(cache: HiRadixCache[Any]) -> int:
-    return cache.cache_controller.ledger.capacity_pages * cache.layout.page_size * cache.layout.lane_count
+    return cache.cache_controller.ledger.capacity_pages * cache.layout.page_size * host_lanes(cache.layout).count
 
 
 def metrics_as_markdown() -> str:

@@ -18,10 +18,9 @@ import msgspec
 from sglang.srt.runtime_context import get_parallel
 
 from sglang.srt.mem_cache import kv_cache_configurator
-from sglang.srt.mem_cache.layouts.capabilities import shares_pools
 from sglang.srt.mem_cache.layouts.config import GroupKind
 from sglang.srt.mem_cache.layouts.errors import LayoutConfigError, LayoutInvariantError
-from sglang.srt.mem_cache.layouts.owners import shares_pages_out
+from sglang.srt.mem_cache.layouts.facts import host_lanes, shares_pages_out
 
 from ..assemble import assemble_cache
 from ..device.page_reader import SharedPages, group_sum
@@ -142,8 +141,7 @@ def shard_group() -> ShardGroup:
 def share_pool(pool: KVCache, layout: AnyKVLayoutStrategy) -> None:
     """Make `pool` readable and writable by the slots of `layout`.
 
-    Raises `LayoutConfigError` if pages lie on several ranks and the pool's class, or the strategy, has no way to
-    bring them together.
+    Raises `LayoutConfigError` if pages lie on several ranks and the pool's class has no way to bring them together.
     """
     if not shares_pages_out(layout):
         return
@@ -152,11 +150,6 @@ def share_pool(pool: KVCache, layout: AnyKVLayoutStrategy) -> None:
         raise LayoutConfigError(
             f"--kv-layout-strategy {name} does not support the KV pool {type(pool).__name__}: "
             "its pages cannot be gathered from other ranks; accepted: MLA pools"
-        )
-    if not shares_pools(layout):
-        raise LayoutConfigError(
-            f"--kv-layout-strategy {name} has {lane_count} lanes but no local_rows (ShardedPoolLayout); "
-            "accepted in a server: strategies with one lane, or with local_rows"
         )
     reduce = group_sum(_shard_ranks().device_group, peer_seconds=peer_seconds())
     pool.access = SharedPages(layout, page_size=page_size, lane_count=lane_count, reduce=reduce)
@@ -196,7 +189,7 @@ def _log_start(cache: HiRadixCache[Any], allocator: ServingSlotAllocator, group:
         layout.page_size,
         allocator.size,
         allocator.physical_size,
-        layout.logical_tokens(host_tokens),
+        host_tokens * host_lanes(layout).count,
         host_tokens,
         _gigabytes(bytes_of(pool)),
         _gigabytes(host_bytes),

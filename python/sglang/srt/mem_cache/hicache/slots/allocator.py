@@ -16,6 +16,7 @@ from typing_extensions import override
 
 from sglang.srt.mem_cache.layouts.config import check_range
 from sglang.srt.mem_cache.layouts.errors import LayoutConfigError
+from sglang.srt.mem_cache.layouts.facts import page_rows
 from sglang.srt.mem_cache.layouts.pages import (
     NO_PAGES,
     LaneArray,
@@ -81,9 +82,10 @@ class LaneSlotAllocator(BaseTokenToKVPoolAllocator):
         need_sort: bool = False,
     ) -> None:
         page_size = layout.page_size
-        check_range("physical_size", physical_size, page_size)
-        rank_pages = physical_size // page_size
-        super().__init__(layout.logical_tokens(rank_pages * page_size), page_size, dtype, device, kvcache, need_sort)
+        rows = page_rows(layout)
+        check_range("physical_size", physical_size, rows)
+        rank_rows = physical_size // rows * rows
+        super().__init__(layout.logical_tokens(rank_rows), page_size, dtype, device, kvcache, need_sort)
         self.layout = layout
         self.physical_size = physical_size
         self.num_pages = self.size // page_size

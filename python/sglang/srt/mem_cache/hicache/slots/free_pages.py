@@ -20,7 +20,7 @@ import numpy as np
 from sglang.srt.mem_cache.layouts.capabilities import deals_in_turn
 from sglang.srt.mem_cache.layouts.config import check_range
 from sglang.srt.mem_cache.layouts.errors import LayoutConfigError, LayoutInvariantError
-from sglang.srt.mem_cache.layouts.owners import shares_pages_out
+from sglang.srt.mem_cache.layouts.facts import shares_pages_out
 from sglang.srt.mem_cache.layouts.pages import NO_PAGES, LaneArray, PageArray
 
 from .page_runs import PageRuns, pages_by_lane, pages_of_runs, runs_of_pages

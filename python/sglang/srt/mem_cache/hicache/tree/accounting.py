@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Generic
 import numpy as np
 
 from sglang.srt.mem_cache.layouts.errors import LayoutInvariantError
+from sglang.srt.mem_cache.layouts.facts import host_lanes
 from sglang.srt.mem_cache.layouts.protocol import KVLayoutStrategy, MetadataT
 
 from .eviction_order import EvictionOrder
@@ -40,7 +41,7 @@ class Accounting(Generic[MetadataT]):
         self._layout = layout
         self._page_size = layout.page_size
         self.device_order: EvictionOrder[LayoutTreeNode[MetadataT]] = EvictionOrder(priority)
-        self.host_copies: HostCopies[MetadataT] = HostCopies(layout.lane_count, priority)
+        self.host_copies: HostCopies[MetadataT] = HostCopies(host_lanes(layout).count, priority)
         self.host_order = self.host_copies.alone
         self._root: LayoutTreeNode[MetadataT] | None = None
         self._forget_all()

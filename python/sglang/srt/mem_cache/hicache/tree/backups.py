@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Generic
 
+from sglang.srt.mem_cache.layouts.capabilities import has_host_lanes
 from sglang.srt.mem_cache.layouts.errors import LayoutInvariantError
 from sglang.srt.mem_cache.layouts.protocol import KVLayoutStrategy, MetadataT
 
@@ -43,6 +44,7 @@ class Backups(Generic[MetadataT]):
     ) -> None:
         self._controller = controller
         self._layout = layout
+        self._demand_is_known = not has_host_lanes(layout)
         self._writes_back = settings.write_policy == "write_back"
         self._threshold = settings.write_through_threshold
         self._accounting = accounting
@@ -71,15 +73,25 @@ class Backups(Generic[MetadataT]):
         """
         if not parent_of(node).backuped:
             return 0
-        # A plan demands what the node has in each lane, and costs more than that comparison.
-        if not self._controller.ledger.admits(self._accounting.lane_pages(node).tolist()):
+        if not self._may_fit(node):
             self.put_off = True
             return 0
         outcome = self._controller.write(node.slot_pages, node_id=node.id)
         if isinstance(outcome, HostShortfall):
+            self.put_off = True
             return 0
         self._begin(node, outcome, locked=True)
         return node.tokens
+
+    def _may_fit(self, node: LayoutTreeNode[MetadataT]) -> bool:
+        """Whether a plan, which costs more than a look at the ledger, is worth making.
+
+        Where both tiers have the same owners, a plan demands what the node has in each lane.
+        """
+        ledger = self._controller.ledger
+        if self._demand_is_known:
+            return ledger.admits(self._accounting.lane_pages(node).tolist())
+        return len(node.slot_pages) <= sum(ledger.free_pages)
 
     def back_up_leaving(self, leaf: LayoutTreeNode[MetadataT]) -> int:
         """`back_up_path` of a leaf that is about to leave the device, and waits for it. Returns its tokens, or 0."""

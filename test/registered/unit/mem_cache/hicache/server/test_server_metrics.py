@@ -85,7 +85,7 @@ class TestOneScrapeOfAllRanks(CacheTestCase):
                     self.assertGreater(held, 0)
                     self.assertEqual(
                         scrape.by_rank(f"{PREFIX}host_used_bytes")[own],
-                        held * 4 * rank.controller.transfer.bytes_per_token,
+                        held * rank.controller.transfer.bytes_per_page,
                     )
 
     def test_what_write_back_drops_is_counted_once(self) -> None:

@@ -9,6 +9,7 @@ import gc
 import sys
 import unittest
 from collections import Counter
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -96,8 +97,8 @@ class TestBoundedMemory(CacheTestCase):
 
 
 def _spec(layout: str) -> CacheSpec:
-    lanes = 2 if layout == "cp_shared" else 1
-    return CacheSpec(layout=layout, ranks=2, device_pages=16 // lanes, host_pages=24 // lanes)
+    asked = CacheSpec(layout=layout, ranks=2)
+    return replace(asked, device_pages=16 // asked.lanes, host_pages=24 // asked.host_lanes)
 
 
 def _begin(group: Group, number: int) -> Any:  # noqa: ANN401  # a Request
