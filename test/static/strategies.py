@@ -14,6 +14,9 @@ from sglang.srt.mem_cache.layouts import (
     CpHiCacheNodeMetadata,
     CpSharedKVLayout,
     CpSharedLayout,
+    DcpStripedLayout,
+    HostLanesLayout,
+    HostSharedLayout,
     IdentityLayout,
     IdentityNodeMetadata,
     KVLayoutStrategy,
@@ -21,13 +24,15 @@ from sglang.srt.mem_cache.layouts import (
     LoadPlan,
     MetadataT,
     NodeMetadata,
-    ShardedPoolLayout,
+    PageExchange,
     StorageAwareLayout,
+    StripedLayout,
     TurnwiseLayout,
     create_layout,
     deals_in_turn,
+    has_host_lanes,
     names_pages,
-    shares_pools,
+    stripes_pages,
 )
 from sglang.srt.mem_cache.layouts.testing import LayoutContract
 
@@ -42,6 +47,8 @@ if TYPE_CHECKING:
 
 identity: KVLayoutStrategy[IdentityNodeMetadata] = IdentityLayout(page_size=64)
 cp_shared: KVLayoutStrategy[CpHiCacheNodeMetadata] = CpSharedLayout(page_size=64, shard_size=4, shard_rank=0)
+host_shared: KVLayoutStrategy[CpHiCacheNodeMetadata] = HostSharedLayout(page_size=64, shard_size=4, shard_rank=0)
+dcp_striped: KVLayoutStrategy[IdentityNodeMetadata] = DcpStripedLayout(page_size=64, shard_size=4, shard_rank=0)
 
 
 def metadata_conforms(one: IdentityNodeMetadata, other: CpHiCacheNodeMetadata) -> tuple[NodeMetadata, NodeMetadata]:
@@ -89,6 +96,7 @@ def plans_are_typed(layout: KVLayoutStrategy[MetadataT], pages: npt.NDArray[np.i
     assert_type(load.copies, CopyPlan)
     assert_type([*load.copies.runs()], list[CopyRun])
     assert_type(load.logical_pages, int)
+    assert_type(load.exchange, PageExchange)
 
 
 # The registry erases the type parameter, and only there.
@@ -135,17 +143,22 @@ assert_type(a_function_for_one_strategy(IdentityLayout(page_size=1), []), Identi
 # A guard says both what a strategy can do and, where it answers no, that it cannot.
 
 
-sharded: ShardedPoolLayout = CpSharedLayout(page_size=64, shard_size=4, shard_rank=0)
+host_lanes: HostLanesLayout = HostSharedLayout(page_size=64, shard_size=4, shard_rank=0)
+striped: StripedLayout = DcpStripedLayout(page_size=64, shard_size=4, shard_rank=0)
 turnwise: TurnwiseLayout = CpSharedLayout(page_size=64, shard_size=4, shard_rank=0)
 
 
 def guards_narrow_both_ways(
-    layout: IdentityLayout | ShardedPoolLayout, other: IdentityLayout | TurnwiseLayout, slots: torch.Tensor
+    layout: IdentityLayout | HostLanesLayout,
+    other: IdentityLayout | TurnwiseLayout,
+    third: IdentityLayout | StripedLayout,
 ) -> None:
-    if shares_pools(layout):
-        assert_type(layout.local_rows(slots), "torch.Tensor")
+    if has_host_lanes(layout):
+        assert_type(layout.host_lane, int | None)
     else:
         assert_type(layout, IdentityLayout)
+    if not stripes_pages(third):
+        assert_type(third, IdentityLayout)
     if not deals_in_turn(other):
         assert_type(other, IdentityLayout)
 

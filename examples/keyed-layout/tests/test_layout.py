@@ -15,7 +15,6 @@ from sglang.srt.mem_cache.layouts import (
     LayoutConfigError,
     LayoutEnvironment,
     PoolKind,
-    ShardedPoolLayout,
     StorageAwareLayout,
     create_layout,
     known_layouts,
@@ -34,7 +33,6 @@ FITTING = LayoutEnvironment(
 
 # One assignment for each protocol: mypy compares every signature.
 strategy: KVLayoutStrategy[CpHiCacheNodeMetadata] = LAYOUT
-sharded: ShardedPoolLayout = LAYOUT
 storage_aware: StorageAwareLayout = LAYOUT
 
 

@@ -25,15 +25,11 @@ if TYPE_CHECKING:
 GivenT = TypeVar("GivenT")
 CommandT = TypeVar("CommandT", bound="Callable[..., int]")
 
-DEFAULT_LAYOUTS: Final = ("identity", "cp_shared")
 FILE: Final = click.Path(path_type=Path)
 RANKS: Final = click.IntRange(1, MAX_CP_SIZE)
 PAGE_TOKENS: Final = click.IntRange(1, MAX_PAGE_SIZE_TOKENS)
 
 trace_argument = click.argument("trace", type=FILE, required=False)
-layouts_option = click.option(
-    "--layout", "layouts", multiple=True, default=DEFAULT_LAYOUTS, help="Layout strategy; repeat for more."
-)
 layout_option = click.option("--layout", default="cp_shared", help="Layout strategy.")
 pool_option = click.option("--pool", type=click.Choice(get_args(PoolName)), default="mla", help="KV pool of the model.")
 policy_option = click.option(
@@ -63,6 +59,11 @@ block_tokens_option = click.option(
 def layout_config_option(help: str = "Settings of the strategy.") -> Callable[[CommandT], CommandT]:
     """JSON, or a file that holds it."""
     return click.option("--layout-config", metavar="JSON|@FILE", help=help)
+
+
+def layouts_option(*default: str) -> Callable[[CommandT], CommandT]:
+    """Strategies to compare."""
+    return click.option("--layout", "layouts", multiple=True, default=default, help="Layout strategy; repeat for more.")
 
 
 def requests_option(help: str) -> Callable[[CommandT], CommandT]:

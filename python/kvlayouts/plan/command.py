@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @click.command(context_settings={"show_default": True})
 @options.trace_argument
-@options.layouts_option
+@options.layouts_option("identity", "cp_shared")
 @options.layout_config_option("Settings of the strategy, where one --layout is given.")
 @click.option("--model-config", type=options.FILE, help="The model's config.json, or the folder that holds it.")
 @click.option(

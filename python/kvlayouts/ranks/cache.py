@@ -14,6 +14,7 @@ from sglang.srt.mem_cache.hicache.device.pools import build_device_pool
 from sglang.srt.mem_cache.hicache.settings import ShardGroup
 from sglang.srt.mem_cache.hicache.slots.allocator import LaneSlotAllocator
 from sglang.srt.mem_cache.layouts import GroupKind, create_layout
+from sglang.srt.mem_cache.layouts.facts import page_rows
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.memory_pool import KVCache
@@ -44,12 +45,12 @@ def build_rank_cache(
 ) -> RankCache:
     """Build the cache of rank ``choice.shard_rank`` over the default process group.
 
-    The device pool has `LAYERS` layers and `rank_tokens` rows, whatever the layout. Raises `LayoutConfigError`
-    for a layout or sizes that do not fit.
+    The device pool has `LAYERS` layers and `rank_tokens` rows, whatever the layout. Every rank calls this. Raises
+    `LayoutConfigError` for a layout or sizes that do not fit.
     """
     layout = create_layout(choice)
     device_pool = build_device_pool(
-        geometry.kind, tokens=rank_tokens, page_size=choice.page_size, layers=LAYERS, geometry=geometry
+        geometry.kind, tokens=rank_tokens, page_size=page_rows(layout), layers=LAYERS, geometry=geometry
     )
     allocator = LaneSlotAllocator(
         layout=layout, physical_size=rank_tokens, dtype=device_pool.dtype, device="cpu", kvcache=device_pool

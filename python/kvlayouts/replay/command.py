@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 @click.command(context_settings={"show_default": True})
 @options.trace_argument
-@options.layouts_option
+@options.layouts_option("identity", "cp_shared", "host_shared")
 @options.layout_config_option("Settings of the strategy, where one --layout is given.")
 @click.option("--cp-size", type=options.RANKS, default=4, help="Ranks, one process each.")
 @options.pool_option

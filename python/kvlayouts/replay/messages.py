@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 class RankReport:
     """What one rank found with one layout. Token counts and pages in use are equal on all ranks if they agree.
 
-    `lane` is the one whose pages this rank stores; `_capacity_pages` are those of one lane.
+    `device_pages` and `host_pages` are those of this rank; `_capacity_pages` are those of one lane.
     Backups, loads and evictions are those of `CacheStats`.
     """
 
@@ -22,9 +22,11 @@ class RankReport:
     host_hit_tokens: int
     computed_tokens: int
     logical_capacity_tokens: int
+    host_capacity_tokens: int
     device_bytes: int
     host_bytes: int
-    lane: int
+    device_pages: int
+    host_pages: int
     device_pages_per_lane: tuple[int, ...]
     host_pages_per_lane: tuple[int, ...]
     device_capacity_pages: int
@@ -34,6 +36,7 @@ class RankReport:
     refused_backups: int
     loads: int
     loaded_bytes: int
+    received_bytes: int
     evicted_device_tokens: int
     evicted_host_tokens: int
     digests_equal: bool

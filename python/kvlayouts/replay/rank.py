@@ -4,8 +4,8 @@ For each request of the trace:
 
     match -> load back -> lock -> allocate -> check cached rows, write new ones -> insert -> unlock -> settle acks
 
-The rank writes and checks only the rows that it owns. It learns them from the strategy's own plans and never
-asks which strategy that is.
+The rank writes what it computes, and checks all that it stores, whoever loaded it. It learns its rows from the strategy
+and never asks which strategy that is.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from kvlayouts.common.trace import token_ids
 from kvlayouts.ranks.cache import build_rank_cache
 from kvlayouts.ranks.memory import LAYERS
+from kvlayouts.ranks.rows import stored_rows
 from kvlayouts.replay.content import KVContent, Words, prefix_sums
 from kvlayouts.replay.geometries import GEOMETRIES
 from kvlayouts.replay.messages import RankReport
@@ -31,6 +32,7 @@ from sglang.srt.mem_cache.hicache.settings import HiCacheSettings
 from sglang.srt.mem_cache.hicache.tree.calls import Insertion
 from sglang.srt.mem_cache.layouts import LayoutConfig, PoolKind
 from sglang.srt.mem_cache.layouts.errors import LayoutInvariantError
+from sglang.srt.mem_cache.layouts.facts import host_lanes, page_rows
 from sglang.srt.mem_cache.layouts.pages import PageArray, pages_of_tokens
 
 if TYPE_CHECKING:
@@ -69,7 +71,7 @@ class RankReplay:
         self.device_pool, self.layout = built.device_pool, built.layout
         self.allocator, self.cache = built.allocator, built.cache
         self._lane_pages = self.allocator.num_pages // self.layout.lane_count
-        self._content = KVContent(self.device_pool, page_size=config.page_size, seed=config.seed)
+        self._content = KVContent(self.device_pool, page_size=page_rows(self.layout), seed=config.seed)
         self._sampler = np.random.default_rng(config.seed)
         self._evicted = (0, 0)
         self._verified = 0
@@ -142,8 +144,7 @@ class RankReplay:
         """Write the rows of the prompt's new pages. A partial page at the end is padded with its last token's."""
         padded = np.pad(sums, (0, len(pages) * self._config.page_size - len(sums)), mode="edge")
         by_page = padded.reshape(len(pages), -1)[cached_pages:]
-        rows, owned = self._own_rows(pages[cached_pages:])
-        self._content.write(rows, by_page[owned])
+        self._content.write(*stored_rows(self.layout, pages[cached_pages:], by_page))
 
     def _check(self, pages: PageArray, sums: Words) -> None:
         """Compare the rows of cached pages with what their prompt says they are."""
@@ -154,14 +155,9 @@ class RankReplay:
         if self._config.verify == "sample":
             count = -(-len(pages) // SAMPLED_ONE_IN)
             chosen = np.sort(self._sampler.choice(len(pages), size=count, replace=False))
-        rows, owned = self._own_rows(pages[chosen])
-        self._verified += int(np.count_nonzero(owned)) * self._config.page_size
-        self._mismatched += self._content.mismatched_tokens(rows, by_page[chosen][owned])
-
-    def _own_rows(self, pages: PageArray) -> tuple[PageArray, np.ndarray[tuple[int], np.dtype[np.bool_]]]:
-        """Row pages of this rank among logical `pages`, and the mask of the pages that it owns."""
-        plan = self.layout.plan_backup(pages)
-        return plan.device_pages, plan.lanes == self.layout.lane
+        rows, expected = stored_rows(self.layout, pages[chosen], by_page[chosen])
+        self._verified += expected.size
+        self._mismatched += self._content.mismatched_tokens(rows, expected)
 
     # Reporting.
 
@@ -188,25 +184,29 @@ class RankReplay:
 
     def _report(self, digests_equal: bool, series: tuple[HitPoint, ...]) -> RankReport:
         last = series[-1]
-        stats = self.cache.stats
+        stats, lanes = self.cache.stats, host_lanes(self.layout)
+        host_pages = self.cache.cache_controller.ledger.capacity_pages
         return RankReport(
             requests=last.request_index,
             device_hit_tokens=sum(point.device_hit_tokens for point in series),
             host_hit_tokens=sum(point.host_hit_tokens for point in series),
             computed_tokens=sum(point.computed_tokens for point in series),
             logical_capacity_tokens=self.allocator.size,
+            host_capacity_tokens=host_pages * self._config.page_size * lanes.count,
             device_bytes=device_bytes_of(self.device_pool),
             host_bytes=host_bytes_of(self.cache.token_to_kv_pool_host),
-            lane=self.layout.lane,
+            device_pages=last.device_pages_per_lane[self.layout.lane],
+            host_pages=0 if lanes.own is None else last.host_pages_per_lane[lanes.own],
             device_pages_per_lane=last.device_pages_per_lane,
             host_pages_per_lane=last.host_pages_per_lane,
             device_capacity_pages=self._lane_pages,
-            host_capacity_pages=self.cache.cache_controller.ledger.capacity_pages,
+            host_capacity_pages=host_pages,
             backups=stats.backups,
             backed_up_bytes=stats.backed_up_bytes,
             refused_backups=stats.refused_backups,
             loads=stats.loads,
             loaded_bytes=stats.loaded_bytes,
+            received_bytes=self.cache.cache_controller.transfer.received_bytes,
             evicted_device_tokens=stats.evicted_device_tokens,
             evicted_host_tokens=stats.evicted_host_tokens,
             digests_equal=digests_equal,

@@ -60,12 +60,12 @@ def _headline(config: ReplayConfig, trace: Trace) -> str:
 
 def _comparison(results: Mapping[str, LayoutResult]) -> str:
     names = list(results)
-    base = min(names, key=lambda name: results[name].logical_capacity_tokens)
+    base = min(names, key=lambda name: results[name].capacity_tokens)
     base_result = results[base]
     if len(names) == 1:
         return f"{base}: hit share {percent(base_result.hit_share)}"
     return "; ".join(
-        f"{name}: {result.logical_capacity_tokens / base_result.logical_capacity_tokens:.1f}x the capacity per rank "
+        f"{name}: {result.capacity_tokens / base_result.capacity_tokens:.1f}x the capacity per rank "
         f"of {base}, hit share {percent(result.hit_share)} vs {percent(base_result.hit_share)}"
         for name, result in results.items()
         if name != base
@@ -115,11 +115,13 @@ _HIT_ROWS: Rows = (
     ("hit share", lambda r: percent(r.hit_share)),
 )
 _MEMORY_ROWS: Rows = (
-    ("logical capacity, tokens", lambda r: count(r.logical_capacity_tokens)),
+    ("device capacity, tokens", lambda r: count(r.logical_capacity_tokens)),
+    ("host capacity, tokens", lambda r: count(r.host_capacity_tokens)),
     ("device KV per rank", lambda r: show_bytes(r.device_bytes_per_rank)),
     ("host KV per rank", lambda r: show_bytes(r.host_bytes_per_rank)),
     ("device to host per rank", lambda r: show_range(r.d2h_bytes_per_rank, show_bytes)),
     ("host to device per rank", lambda r: show_range(r.h2d_bytes_per_rank, show_bytes)),
+    ("received from peers per rank", lambda r: show_range(r.received_bytes_per_rank or (0,), show_bytes)),
     ("page imbalance, max/mean", lambda r: f"{r.page_imbalance:.3f}"),
     ("evicted from device, tokens", lambda r: count(r.evicted_device_tokens)),
     ("evicted from host, tokens", lambda r: count(r.evicted_host_tokens)),

@@ -63,10 +63,24 @@ class HitPoint:
         """Pages in use when the window closed, device and host together: the fullest lane against the mean."""
         return page_imbalance(self.device_pages_per_lane, self.host_pages_per_lane)
 
+    @property
+    def used_pages(self) -> list[int]:
+        """Pages in use when the window closed, device and host together, of each owner."""
+        return used_pages(self.device_pages_per_lane, self.host_pages_per_lane)
+
+
+def used_pages(device_pages_per_lane: Sequence[int], host_pages_per_lane: Sequence[int]) -> list[int]:
+    """Pages in use, device and host together, of each owner. The one lane of a tier is every owner's."""
+    owners = max(len(device_pages_per_lane), len(host_pages_per_lane))
+    tiers = [
+        lanes if len(lanes) == owners else [lanes[0]] * owners for lanes in (device_pages_per_lane, host_pages_per_lane)
+    ]
+    return [device + host for device, host in zip(*tiers, strict=True)]
+
 
 def page_imbalance(device_pages_per_lane: Sequence[int], host_pages_per_lane: Sequence[int]) -> float:
     """Pages in use, device and host together: the fullest lane against the mean; 1.0 where nothing is in use."""
-    used = [device + host for device, host in zip(device_pages_per_lane, host_pages_per_lane, strict=True)]
+    used = used_pages(device_pages_per_lane, host_pages_per_lane)
     return max(used) * len(used) / sum(used) if sum(used) else 1.0
 
 
@@ -139,6 +153,8 @@ class LayoutResult:
     evicted_device_tokens: int = 0
     evicted_host_tokens: int = 0
     refused_backups: int = 0
+    received_bytes_per_rank: tuple[int, ...] = ()
+    host_capacity_tokens: int = 0
     hit_series: tuple[HitPoint, ...] = ()
 
     def __post_init__(self) -> None:
@@ -184,6 +200,11 @@ class LayoutResult:
             host_pages_per_lane=self.host_pages_per_rank,
         )
         return (whole,)
+
+    @property
+    def capacity_tokens(self) -> int:
+        """Tokens that all ranks together hold on both tiers."""
+        return self.logical_capacity_tokens + self.host_capacity_tokens
 
     @property
     def hit_share(self) -> float:

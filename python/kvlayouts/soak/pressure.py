@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from sglang.srt.mem_cache.layouts.facts import host_lanes, page_rows
+
 if TYPE_CHECKING:
     import random
 
@@ -20,15 +22,18 @@ class Pressure:
 
     def __init__(self, cache: HiRadixCache[Any]) -> None:
         self._cache = cache
+        self._host_lanes = host_lanes(cache.layout)
         self._slot_pages: list[PageArray] = []
         self._host: list[tuple[list[int], torch.Tensor | None]] = []
 
     def apply(self, plan: random.Random) -> str:
         """Fill one lane of one tier, up to all that is free there."""
-        lane = plan.randrange(self._cache.layout.lane_count)
+        lanes = self._cache.layout.lane_count
+        drawn = plan.randrange(max(lanes, self._host_lanes.count))
         share = plan.choice([0.5, 1.0])
         if plan.random() < 0.5:
-            return f"{self._fill_device(lane, share)} pages of device lane {lane}"
+            return f"{self._fill_device(drawn % lanes, share)} pages of device lane {drawn % lanes}"
+        lane = drawn % self._host_lanes.count
         return f"{self._fill_host(lane, share)} pages of host lane {lane}"
 
     def release(self) -> None:
@@ -53,11 +58,11 @@ class Pressure:
     def _fill_host(self, lane: int, share: float) -> int:
         controller = self._cache.cache_controller
         pages = int(controller.ledger.free_pages[lane] * share)
-        demand = [0] * self._cache.layout.lane_count
+        demand = [0] * self._host_lanes.count
         demand[lane] = pages
         controller.ledger.take(demand)
         rows = None
-        if pages and lane == self._cache.layout.lane:
-            rows = controller.mem_pool_host.alloc(pages * self._cache.page_size)
+        if pages and lane == self._host_lanes.own:
+            rows = controller.mem_pool_host.alloc(pages * page_rows(self._cache.layout))
         self._host.append((demand, rows))
         return pages

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
+from kvlayouts.ranks.rows import stored_rows
 from kvlayouts.replay.content import KVContent, Words, prefix_sums
 from sglang.srt.mem_cache.hicache.tree.calls import Insertion
 from sglang.srt.mem_cache.layouts.pages import PageArray, pages_of_tokens
@@ -149,8 +150,8 @@ class Requests:
             self._end(request)
             return False
         request.pages = np.concatenate([request.pages, fresh])
-        rows, owned = self._own_rows(fresh)
-        self._content.write(rows, self._sums(request, have, len(request.pages))[owned])
+        sums = self._sums(request, have, len(request.pages))
+        self._content.write(*stored_rows(cache.layout, fresh, sums))
         return True
 
     def _give_to_tree(self, request: Running, *, chunked: bool) -> None:
@@ -196,13 +197,8 @@ class Requests:
         return padded[first * size : end * size].reshape(end - first, size)
 
     def _check(self, pages: PageArray, sums: Words, whose: str) -> None:
-        rows, owned = self._own_rows(pages)
-        expected = sums.reshape(len(pages), self._page_size)[owned]
+        rows, expected = stored_rows(self._cache.layout, pages, sums)
         self.verified_tokens += expected.size
         wrong = self._content.mismatched_tokens(rows, expected)
         if wrong:
-            self._wrong.append(f"{wrong} tokens of {whose} have wrong bytes in slot pages {pages[owned]}")
-
-    def _own_rows(self, pages: PageArray) -> tuple[PageArray, np.ndarray[tuple[int], np.dtype[np.bool_]]]:
-        plan = self._cache.layout.plan_backup(pages)
-        return plan.device_pages, plan.lanes == self._cache.layout.lane
+            self._wrong.append(f"{wrong} tokens of {whose} have wrong bytes among slot pages {pages}")

@@ -20,6 +20,7 @@ from kvlayouts.soak.rank import SoakRank, drain
 from sglang.srt.mem_cache.hicache.check.digest import tree_digest
 from sglang.srt.mem_cache.hicache.settings import HiCacheSettings
 from sglang.srt.mem_cache.layouts import LayoutConfig, PoolKind, create_layout
+from sglang.srt.mem_cache.layouts.facts import host_lanes, page_rows
 
 if TYPE_CHECKING:
     from kvlayouts.ranks.job import RankOrder
@@ -121,17 +122,18 @@ def _build(config: SoakConfig, rank: int) -> tuple[HiRadixCache[Any], KVContent]
         shard_rank=rank,
         options=config.layout_options,
     )
-    rank_pages = config.device_pages(create_layout(choice).lane_count)
+    layout = create_layout(choice)
+    rank_pages = config.device_pages(layout.lane_count)
     built = build_rank_cache(
         choice,
         geometry=GEOMETRIES[PoolKind(config.pool)],
-        rank_tokens=rank_pages * config.page_size,
+        rank_tokens=rank_pages * page_rows(layout),
         settings=HiCacheSettings(
             write_policy=config.policy,
             mem_layout=config.host_layout,
-            host_ratio=config.host_ratio,
+            host_ratio=config.host_ratio * layout.lane_count / host_lanes(layout).count,  # as tight for every layout
             ranks_on_machine=config.ranks,
         ),
         eviction_policy=config.eviction_policy,
     )
-    return built.cache, KVContent(built.device_pool, page_size=config.page_size, seed=config.seed)
+    return built.cache, KVContent(built.device_pool, page_size=page_rows(layout), seed=config.seed)

@@ -96,7 +96,7 @@ class KeyedLayout:
         return self.dealt.logical_tokens(physical_tokens)
 
     def local_rows(self, slots: torch.Tensor) -> torch.Tensor:
-        """Rows of this rank's slots, the padding page for all others; see `ShardedPoolLayout`."""
+        """Rows of this rank's slots, the padding page for all others."""
         return self.dealt.local_rows(slots)
 
     # Backup, split and load back.

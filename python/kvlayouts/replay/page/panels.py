@@ -145,8 +145,8 @@ def _hit_text(point: HitPoint, requests: int) -> str:
 
 
 def _imbalance_text(point: HitPoint, requests: int) -> str:
-    pages = [d + h for d, h in zip(point.device_pages_per_lane, point.host_pages_per_lane, strict=True)]
-    return f"max/mean {point.page_imbalance:.3f}; pages in use: {', '.join(count(number) for number in pages)}"
+    pages = ", ".join(count(number) for number in point.used_pages)
+    return f"max/mean {point.page_imbalance:.3f}; pages in use: {pages}"
 
 
 def _eviction_text(point: HitPoint, requests: int) -> str:

@@ -27,7 +27,7 @@ from sglang.srt.mem_cache.layouts.owners import refuse_lane
 from .agreement import Agreement, RankAgreement
 from .controller import HiCacheController
 from .copies.exchange import PageExchanger
-from .copies.peers import gather_among
+from .copies.peers import gather_beside
 from .copies.transfer import HostTransfer
 from .environment import agreement_groups, observe_environment
 from .host.free_pages import HostPages
@@ -195,4 +195,4 @@ def gather_of_group(
     if ranks is None or dist.get_world_size(ranks) != group.size:
         raise LayoutInvariantError(f"no process group of SGLang's has the {group.size} ranks of the shard group")
     backend = dist.Backend.NCCL if device.type == "cuda" else dist.Backend.GLOO
-    return gather_among(dist.get_process_group_ranks(ranks), backend=backend, seconds=settings.peer_seconds)
+    return gather_beside(ranks, backend=backend, seconds=settings.peer_seconds)

@@ -58,7 +58,7 @@ def test_the_table_shows_every_number_of_every_layout(both: dict[str, LayoutResu
         "served from host": ["200 (10.0 %)", "400 (20.0 %)"],
         "computed": ["1,600 (80.0 %)", "1,000 (50.0 %)"],
         "hit share": ["20.0 %", "50.0 %"],
-        "logical capacity, tokens": ["1,024", "2,000"],
+        "device capacity, tokens": ["1,024", "2,000"],
         "device KV per rank": ["3.00 GiB", "3.00 GiB"],
         "host KV per rank": ["5.0 MiB", "5.0 MiB"],
         "device to host per rank": ["2.0 KiB", "2.0 KiB"],

@@ -11,15 +11,13 @@ A group is made by its members alone, at the same point of their start.
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import AllgatherOptions
 
 from ..waits import EXCHANGE, named_wait
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 
 class PeerGather(Protocol):
@@ -45,7 +43,7 @@ class GlooGather:
         self.ranks = dist.get_world_size(group)
         self._group = group
         self._seconds = seconds
-        self._options = dist.AllgatherOptions()
+        self._options = AllgatherOptions()
         if seconds is not None:
             self._options.timeout = timedelta(seconds=seconds)
 
@@ -72,12 +70,21 @@ class NcclGather:
         dist.all_gather_into_tensor(received, sent.unsqueeze(0), group=self._group)
 
 
-def gather_among(ranks: Sequence[int], *, backend: str, seconds: float | None) -> PeerGather:
-    """A gather over a new process group of `ranks`, global numbers; each of them calls this, and nobody else.
+def gather_beside(group: dist.ProcessGroup, *, backend: str, seconds: float | None) -> PeerGather:
+    """A gather over a new process group of the ranks of `group`; each of them calls this, and nobody else.
 
-    `backend` is ``gloo``, or ``nccl`` where each rank has a device of its own. A rank waits for another one for
-    `seconds` at most, where its thread waits at all.
+    `backend` is ``gloo``, or ``nccl`` where each rank has a device of its own. A rank whose thread waits for another
+    one does so for `seconds` at most; None means the time-out of `group`.
     """
-    timeout = None if seconds is None else timedelta(seconds=seconds)
-    group = dist.new_group(list(ranks), backend=backend, timeout=timeout, use_local_synchronization=True)
-    return NcclGather(group) if backend == dist.Backend.NCCL else GlooGather(group, seconds=seconds)
+    own = dist.new_group(
+        dist.get_process_group_ranks(group),
+        backend=backend,
+        timeout=_timeout_of(group) if seconds is None else timedelta(seconds=seconds),
+        use_local_synchronization=True,
+    )
+    return NcclGather(own) if backend == dist.Backend.NCCL else GlooGather(own, seconds=seconds)
+
+
+def _timeout_of(group: dist.ProcessGroup) -> timedelta:
+    timeout: timedelta = group._get_backend(torch.device("cpu")).options._timeout  # type: ignore[attr-defined]  # noqa: SLF001  # torch has no other way, nor a stub
+    return timeout
