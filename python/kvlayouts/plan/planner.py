@@ -16,9 +16,9 @@ from kvlayouts.plan.refusal import refuse_as_a_server
 from kvlayouts.plan.results import LayoutPlan, Plan, SweepPoint
 from kvlayouts.plan.settings import POOL_CLASSES
 from kvlayouts.plan.simulation import CacheSimulation
+from sglang.srt.mem_cache.hicache.server.refusals import scopes_of
 from sglang.srt.mem_cache.layouts.config import LayoutEnvironment
 from sglang.srt.mem_cache.layouts.errors import LayoutConfigError
-from sglang.srt.mem_cache.layouts.facts import shares_pages_out
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -72,8 +72,8 @@ def _refuse_as_a_server(config: PlanConfig, layout: AnyKVLayoutStrategy) -> None
     refuse_as_a_server(
         config.model.facts,
         layout.name,
+        scopes_of(layout),
         ranks=config.cp_size,
-        sharded=shares_pages_out(layout),
         page_size=config.page_size,
         tp_size=config.gpus,
     )

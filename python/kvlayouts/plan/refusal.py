@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from kvlayouts.common.errors import InputError
 from kvlayouts.common.own_flags import in_own_words
 from sglang.srt.mem_cache.hicache.server.choice import STRATEGY_FLAG
 from sglang.srt.mem_cache.hicache.server.refusals import (
     ModelFacts,
+    Scope,
     ServerFacts,
     SettingUnknownError,
     refuse_what_does_not_fit,
 )
 from sglang.srt.mem_cache.layouts.errors import LayoutConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
 
 
 class _PlannedSettings:
@@ -26,18 +30,20 @@ class _PlannedSettings:
         raise SettingUnknownError(name)
 
 
-def refuse_as_a_server(model: ModelFacts, layout: str, *, ranks: int, sharded: bool, **settings: object) -> None:
+def refuse_as_a_server(
+    model: ModelFacts, layout: str, scopes: Collection[Scope], *, ranks: int, **settings: object
+) -> None:
     """Raise `LayoutConfigError`, in a server's words, if one with NVIDIA GPUs refuses the model and the settings.
 
-    `settings` are fields of SGLang's server args by name.
+    `scopes` are those of the strategy called `layout`; `settings` are fields of SGLang's server args by name.
     """
     facts = ServerFacts(args=_PlannedSettings(settings), model=model, shard_size=ranks, on_cpu=False, on_nvidia=True)
-    refuse_what_does_not_fit(facts, f"{STRATEGY_FLAG} {layout}", sharded=sharded)
+    refuse_what_does_not_fit(facts, f"{STRATEGY_FLAG} {layout}", scopes)
 
 
 def refuse_for_every_layout(model: ModelFacts, layout: str) -> None:
     """Raise `InputError` for a model that no strategy is served with, of which `layout` is one."""
     try:
-        refuse_as_a_server(model, layout, ranks=1, sharded=False)
+        refuse_as_a_server(model, layout, {Scope.ANY}, ranks=1)
     except LayoutConfigError as error:
         raise InputError(in_own_words(error)) from error

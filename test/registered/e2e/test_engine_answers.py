@@ -15,7 +15,10 @@ register_cpu_ci(est_time=480, suite="base-a-test-cpu")
 # Float32 sums in another order: another number of ranks, or a prompt computed in other chunks.
 ROUNDING = 2e-5
 STEPS = ("cold", "again", "shared", "shared again", "short", "short again", "pressure", "after abort", "after flush")
-LAYOUTS = ("llama identity", "deepseek identity", "deepseek identity on two ranks", "deepseek cp_shared")
+LAYOUTS = (
+    *("llama identity", "deepseek identity", "deepseek identity on two ranks"),
+    *("deepseek cp_shared", "deepseek host_shared"),
+)
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 
@@ -34,8 +37,24 @@ class TestAnswers(CustomTestCase):
 
     def test_a_gather_that_returns_one_wrong_page_changes_the_answers(self) -> None:
         right = engine_run("deepseek").results
-        wrong = engine_run("deepseek cp_shared", faulty_gather=True).results
+        wrong = engine_run("deepseek cp_shared", fault="faulty_gather").results
         self.assertGreater(max(_distances(right["cold"], wrong["cold"])), 0.05)
+
+    def test_deepseek_on_two_ranks_answers_alike_from_half_the_host_memory_a_rank(self) -> None:
+        self._assert_same_answers("deepseek", "deepseek host_shared")
+        (whole, *_), shared = (
+            list(engine_run(f"deepseek {name}").starts.values()) for name in ("identity on two ranks", "host_shared")
+        )
+        for start in shared:
+            self.assertEqual((start["layout"], start["group"], start["ranks"]), ("host_shared", "attention_tp", "2"))
+            self.assertEqual((start["slots"], start["rows"]), (whole["slots"], whole["rows"]))
+            self.assertLess(float(start["host_gb"]), 0.6 * float(whole["host_gb"]))
+
+    def test_an_exchange_that_is_left_out_changes_the_answers(self) -> None:
+        right = engine_run("deepseek").results
+        wrong = engine_run("deepseek host_shared", fault="faulty_exchange").results
+        self.assertLess(max(_distances(right["cold"], wrong["cold"])), ROUNDING)
+        self.assertGreater(max(_distances(right["again"], wrong["again"])), 0.1)
 
     def _assert_same_answers(self, plain: str, other: str) -> None:
         expected, found = engine_run(plain).results, engine_run(other).results

@@ -59,6 +59,14 @@ SPECS: Final[dict[str, dict[str, Any]]] = {
         "kv_layout_strategy": "cp_shared",
         **HICACHE,
     },
+    "deepseek host_shared": {
+        "model": "deepseek",
+        "tp_size": 2,
+        "max_total_tokens": LOGICAL_TOKENS,
+        "kv_layout_strategy": "host_shared",
+        **HICACHE,
+        "hicache_ratio": HICACHE["hicache_ratio"] / 2,
+    },
 }
 _START_LINE: Final = re.compile(
     r"KV layout (?P<layout>\w+): shard group (?P<group>\w+) of (?P<ranks>\d+) \(rank (?P<rank>\d+)\), "
@@ -87,16 +95,19 @@ def model(name: str) -> Path:
 
 
 @functools.cache
-def engine_run(name: str, *, faulty_gather: bool = False) -> EngineRun:
-    """Run the scenario of `engine_run` under ``SPECS[name]``; the result is kept. Raises if the engine fails."""
+def engine_run(name: str, *, fault: str | None = None) -> EngineRun:
+    """Run the scenario of `engine_run` under ``SPECS[name]``; the result is kept. Raises if the engine fails.
+
+    `fault` is a module here, a plugin that breaks something.
+    """
     spec = {key: value for key, value in SPECS[name].items() if key != "model"}
     spec["model_path"] = str(model(SPECS[name]["model"]))
-    files = [_scratch() / f"{name}-{faulty_gather}.{kind}" for kind in ("spec.json", "result.json", "log")]
+    files = [_scratch() / f"{name}-{fault}.{kind}" for kind in ("spec.json", "result.json", "log")]
     files[0].write_text(json.dumps(spec), encoding="utf-8")
     with files[2].open("w") as log:
         finished = subprocess.run(
             [sys.executable, "-m", "support.engines.engine_run", str(files[0]), str(files[1])],
-            env=environment(spec["tp_size"], faulty_gather=faulty_gather),
+            env=environment(spec["tp_size"], fault=fault),
             stdout=log,
             stderr=subprocess.STDOUT,
             timeout=TIMEOUT_SECONDS,
@@ -123,7 +134,7 @@ def is_measured() -> bool:
     return "COVERAGE_PROCESS_CONFIG" in os.environ
 
 
-def environment(ranks: int, *, faulty_gather: bool = False) -> dict[str, str]:
+def environment(ranks: int, *, fault: str | None = None) -> dict[str, str]:
     """Offline, one thread and one core a rank, `support` on the path, and what is needed of the plugins beside this."""
     found = {
         **os.environ,
@@ -132,7 +143,7 @@ def environment(ranks: int, *, faulty_gather: bool = False) -> dict[str, str]:
         "TRANSFORMERS_OFFLINE": "1",
         "SGLANG_CPU_OMP_THREADS_BIND": "|".join(str(core) for core in range(ranks)),
     }
-    plugins = [*(["faulty_gather"] if faulty_gather else []), *(["saves_coverage"] if is_measured() else [])]
+    plugins = [*filter(None, [fault]), *(["saves_coverage"] if is_measured() else [])]
     paths = [*map(_distribution, plugins), str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]
     found["PYTHONPATH"] = os.pathsep.join(paths)
     return found

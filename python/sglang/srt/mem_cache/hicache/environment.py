@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 
 from sglang.srt.mem_cache.layouts.config import LayoutEnvironment
-from sglang.srt.mem_cache.layouts.owners import refuse_shared_lanes
+from sglang.srt.mem_cache.layouts.facts import HostLanes, host_lanes
+from sglang.srt.mem_cache.layouts.owners import refuse_shared_host_lanes, refuse_shared_lanes
 
 from .device.kinds import pool_kind
 from .waits import LANES, BoundedReduction
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
 
     from .settings import HiCacheSettings, ShardGroup
     from .slots.allocator import SlotAllocator
+
+
+_NO_LANE = -1
 
 
 def observe_environment(
@@ -44,13 +48,19 @@ def refuse_lanes_that_ranks_share(
 ) -> None:
     """Raise `LayoutConfigError`, on every rank of the shard group, unless each has a lane of its own or all have one.
 
+    So for each tier.
+
     The parent has asked the strategy for all ranks; this compares what the ranks' own processes were given. Waits for
     them for `peer_seconds` at most (see `waits`).
     """
-    found = torch.zeros(dist.get_world_size(group), 2, dtype=torch.int64)
-    found[dist.get_rank(group)] = torch.tensor([layout.lane_count, layout.lane])
+    host = host_lanes(layout)
+    found = torch.zeros(dist.get_world_size(group), 4, dtype=torch.int64)
+    own = _NO_LANE if host.own is None else host.own
+    found[dist.get_rank(group)] = torch.tensor([layout.lane_count, layout.lane, host.count, own])
     BoundedReduction(group, op=dist.ReduceOp.SUM, meeting=LANES, seconds=peer_seconds)(found)
-    refuse_shared_lanes(layout.name, [(lanes, lane) for lanes, lane in found.tolist()])
+    refuse_shared_lanes(layout.name, [(lanes, lane) for lanes, lane, _, _ in found.tolist()])
+    by_rank = [HostLanes(count=lanes, own=None if own == _NO_LANE else own) for _, _, lanes, own in found.tolist()]
+    refuse_shared_host_lanes(layout.name, by_rank)
 
 
 def agreement_groups(params: CacheInitParams) -> list[dist.ProcessGroup]:

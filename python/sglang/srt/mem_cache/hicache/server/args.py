@@ -24,7 +24,7 @@ from ..seam.server_flags import attention_groups
 from .choice import CONFIG_FLAG, CP_SHARED_FLAG, RADIX_BACKEND, STRATEGY_FLAG, attach_choice, choice_of, choose
 from .graphs import phases_asked_for, phases_with_graphs, turn_graphs_off
 from .hooks import refuse_missing_hooks
-from .refusals import ServerFacts, refuse_what_does_not_fit
+from .refusals import ServerFacts, refuse_stripes, refuse_what_does_not_fit, scopes_of
 from .values import refuse_sizes, refuse_values
 
 if TYPE_CHECKING:
@@ -96,6 +96,7 @@ def check(original: Callable[[ServerArgs], None], server_args: ServerArgs) -> No
     refuse_missing_hooks(choice.asked)
     facts = server_facts(server_args)
     layout = choice.create_group(page_size=facts.args.page_size, shard_size=facts.shard_size)[0]
+    refuse_stripes(layout, choice.asked)
     if facts.shard_size == 1 and choice.wants_peers(facts.args.page_size):
         logger.warning(
             "%s: the shard group has one rank (--tp-size %d), so there is nothing to share; using %s %s",
@@ -106,7 +107,7 @@ def check(original: Callable[[ServerArgs], None], server_args: ServerArgs) -> No
         )
         choice = dataclasses.replace(choice, strategy=DEFAULT_LAYOUT, options={}, flag=STRATEGY_FLAG)
         attach_choice(server_args, choice)
-    for warning in refuse_what_does_not_fit(facts, choice.asked, sharded=shares_pages_out(layout)):
+    for warning in refuse_what_does_not_fit(facts, choice.asked, scopes_of(layout)):
         logger.warning("%s", warning)
     refuse_values(facts)
     if facts.graphs_on and shares_pages_out(layout):

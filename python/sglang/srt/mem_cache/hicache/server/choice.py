@@ -52,10 +52,10 @@ class LayoutChoice:
         return create_group(self._config(page_size, shard_size, 0))
 
     def wants_peers(self, page_size: int) -> bool:
-        """Whether the strategy would share pages out, if only the shard group had a second rank."""
-        from sglang.srt.mem_cache.layouts.facts import shares_pages_out
+        """Whether the strategy would share pages out, on either tier, if only the shard group had a second rank."""
+        from sglang.srt.mem_cache.layouts.facts import needs_peers
 
-        return shares_pages_out(self.create(page_size=page_size, shard_size=2, shard_rank=0))
+        return needs_peers(self.create(page_size=page_size, shard_size=2, shard_rank=0))
 
     def _config(self, page_size: int, shard_size: int, shard_rank: int) -> LayoutConfig:
         return LayoutConfig(

@@ -11,12 +11,16 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Final
 
+from sglang.srt.mem_cache.layouts.capabilities import stripes_pages
 from sglang.srt.mem_cache.layouts.errors import LayoutConfigError
+from sglang.srt.mem_cache.layouts.facts import needs_peers, shares_pages_out
 
 from .choice import RADIX_BACKEND, STRATEGY_FLAG
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Collection, Iterator
+
+    from sglang.srt.mem_cache.layouts.registry import AnyKVLayoutStrategy
 
 VERIFIED_ATTENTION_BACKENDS: Final = frozenset({"torch_native", "triton"})
 
@@ -32,7 +36,8 @@ class Scope(Enum):
     """Which strategies a row concerns."""
 
     ANY = "any strategy"
-    SHARDED = "strategies that share pages out (several lanes)"
+    PEERS = "strategies that share pages out, on the device or on the host"
+    SHARDED = "strategies that share pages out on the device"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -298,7 +303,7 @@ RULES: Final[tuple[Rule, ...]] = (
         applies=lambda facts: not facts.model.is_mla,
         why="every rank holds other heads, so no rank can keep a page for the others",
         remedy=f"use an MLA model such as DeepSeek-V2, or {STRATEGY_FLAG} identity",
-        scope=Scope.SHARDED,
+        scope=Scope.PEERS,
     ),
     Rule(
         setting="a model with sparse attention (DSA) without an NVIDIA GPU",
@@ -312,28 +317,28 @@ RULES: Final[tuple[Rule, ...]] = (
         applies=lambda facts: facts.args.page_size == 1,
         why="pages are what is shared out, and a page of one token costs one owner a token",
         remedy="use --page-size 64 or another size above 1",
-        scope=Scope.SHARDED,
+        scope=Scope.PEERS,
     ),
     Rule(
         setting="several attention groups (--attn-dp-size, or --dp-size with --enable-dp-attention)",
         applies=_has_several_groups,
         why="each group has its own tree, and that was not tested with shared pages",
         remedy="use one attention group",
-        scope=Scope.SHARDED,
+        scope=Scope.PEERS,
     ),
     Rule(
         setting="--pp-size above 1",
         applies=_above_one("pp_size"),
         why="pipeline stages were not tested with shared pages",
         remedy="use --pp-size 1",
-        scope=Scope.SHARDED,
+        scope=Scope.PEERS,
     ),
     Rule(
         setting="--elastic-ep-backend",
         applies=lambda facts: facts.args.elastic_ep_backend not in (None, "none"),
         why="a rank that leaves takes its pages along",
         remedy="drop one of the two",
-        scope=Scope.SHARDED,
+        scope=Scope.PEERS,
     ),
     Rule(
         setting="--enable-two-batch-overlap",
@@ -354,7 +359,7 @@ RULES: Final[tuple[Rule, ...]] = (
         applies=_set("enable_dsa_cache_layer_split"),
         why="layers are shared out already",
         remedy="drop one of the two",
-        scope=Scope.SHARDED,
+        scope=Scope.PEERS,
     ),
     Rule(
         setting="--cuda-graph-backend-decode, --cuda-graph-backend-prefill or --cuda-graph-config that asks for graphs",
@@ -392,15 +397,30 @@ RULES: Final[tuple[Rule, ...]] = (
         why="sharing pages over a context-parallel group was not verified in this release",
         remedy="compare answers with identity before you rely on it",
         answer=Answer.WARNED,
-        scope=Scope.SHARDED,
+        scope=Scope.PEERS,
     ),
 )
 
 
-def applying(facts: ServerFacts, *, sharded: bool) -> Iterator[Rule]:
-    """The rows that apply to a server whose strategy shares pages out, or does not."""
+def scopes_of(layout: AnyKVLayoutStrategy) -> frozenset[Scope]:
+    """The rows that concern a strategy, by what it says of itself."""
+    said = {Scope.ANY: True, Scope.PEERS: needs_peers(layout), Scope.SHARDED: shares_pages_out(layout)}
+    return frozenset(scope for scope, holds in said.items() if holds)
+
+
+def refuse_stripes(layout: AnyKVLayoutStrategy, asked: str) -> None:
+    """Raise `LayoutConfigError` for a strategy of striped pages: its pools come with ``--dcp-size``, which is refused."""
+    if stripes_pages(layout):
+        raise LayoutConfigError(
+            f"{asked} stripes pages as SGLang does with --dcp-size, which is not served yet; accepted in a server: "
+            f"strategies of whole pages, such as {STRATEGY_FLAG} host_shared"
+        )
+
+
+def applying(facts: ServerFacts, scopes: Collection[Scope]) -> Iterator[Rule]:
+    """The rows that apply to a server whose strategy they concern: those of `scopes`."""
     for rule in RULES:
-        if (sharded or rule.scope is Scope.ANY) and _applies(rule, facts):
+        if rule.scope in scopes and _applies(rule, facts):
             yield rule
 
 
@@ -411,9 +431,9 @@ def _applies(rule: Rule, facts: ServerFacts) -> bool:
         return False
 
 
-def refuse_what_does_not_fit(facts: ServerFacts, asked: str, *, sharded: bool) -> list[str]:
+def refuse_what_does_not_fit(facts: ServerFacts, asked: str, scopes: Collection[Scope]) -> list[str]:
     """Raise `LayoutConfigError` for the first refusal; return the warnings. Nothing has been started yet."""
-    rules = list(applying(facts, sharded=sharded))
+    rules = list(applying(facts, scopes))
     for rule in rules:
         if rule.answer is Answer.REFUSED:
             raise LayoutConfigError(rule.message(asked))

@@ -23,7 +23,7 @@ from sglang.srt.mem_cache.hicache.seam import server_flags
 from sglang.srt.mem_cache.hicache.server import fields
 from sglang.srt.mem_cache.hicache.server.args import shard_size
 from sglang.srt.mem_cache.hicache.server.fields import COMMON, NEWER, OLDER, Verdict
-from sglang.srt.mem_cache.hicache.server.refusals import RULES, applying
+from sglang.srt.mem_cache.hicache.server.refusals import RULES, Scope, applying
 from sglang.srt.mem_cache.hicache.server.values import refuse_values
 from sglang.srt.mem_cache.hicache.settings import HiCacheSettings
 from sglang.srt.mem_cache.hicache.tree.node import LayoutTreeNode
@@ -73,7 +73,7 @@ class TestValues(CustomTestCase):
         refused = set()
         for policy in sorted(_choices("radix_eviction_policy")):
             facts = make_facts({"radix_eviction_policy": policy}, {})
-            if any(applying(facts, sharded=False)):
+            if any(applying(facts, {Scope.ANY})):
                 refused.add(policy)
             else:
                 get_eviction_strategy(policy, {}).get_priority(node)
@@ -120,8 +120,8 @@ class TestAttentionGroups(CustomTestCase):
         for asked in ({"tp_size": 4, "dp_size": 2, "enable_dp_attention": True}, {"tp_size": 4, "attn_dp_size": 2}):
             if is_known(asked):
                 facts = make_facts(asked, {})
-                self.assertEqual([rule.setting for rule in applying(facts, sharded=True)], [GROUPS])
-                self.assertEqual(list(applying(facts, sharded=False)), [])
+                self.assertEqual([rule.setting for rule in applying(facts, set(Scope))], [GROUPS])
+                self.assertEqual(list(applying(facts, {Scope.ANY})), [])
 
 
 class TestHostMemoryFraction(CustomTestCase):

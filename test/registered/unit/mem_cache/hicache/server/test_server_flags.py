@@ -32,6 +32,10 @@ from support.server_cases import CASES, GOOD, MLA, is_known, make_facts, sglang_
 register_cpu_ci(est_time=60, suite="base-a-test-cpu")
 
 
+SCOPES = ({Scope.ANY}, {Scope.ANY, Scope.PEERS}, set(Scope))
+"""Those of a strategy that shares nothing out, one that shares the host out, and one that shares both tiers out."""
+
+
 class FlagsTestCase(CustomTestCase):
     @classmethod
     @override
@@ -55,29 +59,33 @@ class TestRefusals(FlagsTestCase):
             self.assertFalse(rule.applies(make_facts({}, {})))
             return
         facts = make_facts(*CASES[rule.setting])
-        for sharded in (True, False):
-            expected = [rule] if sharded or rule.scope is Scope.ANY else []
-            self.assertEqual(list(applying(facts, sharded=sharded)), expected)
+        for scopes in SCOPES:
+            self.assertEqual(list(applying(facts, scopes)), [rule] if rule.scope in scopes else [])
         asked = "--kv-layout-strategy cp_shared"
         if rule.answer is Answer.WARNED:
-            (warning,) = refusals.refuse_what_does_not_fit(facts, asked, sharded=True)
+            (warning,) = refusals.refuse_what_does_not_fit(facts, asked, set(Scope))
         else:
             with self.assertRaises(LayoutConfigError) as caught:
-                refusals.refuse_what_does_not_fit(facts, asked, sharded=True)
+                refusals.refuse_what_does_not_fit(facts, asked, set(Scope))
             warning = str(caught.exception)
         for part in (asked, rule.setting, rule.remedy):
             self.assertIn(part, warning)
         self.assertNotIn("\n", warning)
 
     def test_a_good_server_is_neither_refused_nor_warned_about(self) -> None:
-        for sharded in (True, False):
-            self.assertEqual(refusals.refuse_what_does_not_fit(make_facts({}, {}), "x", sharded=sharded), [])
+        for scopes in SCOPES:
+            self.assertEqual(refusals.refuse_what_does_not_fit(make_facts({}, {}), "x", scopes), [])
+
+    def test_rows_concern_a_strategy_by_what_it_says_of_itself(self) -> None:
+        for name, scopes in (("identity", SCOPES[0]), ("host_shared", SCOPES[1]), ("cp_shared", SCOPES[2])):
+            layout = LayoutChoice(strategy=name).create(page_size=16, shard_size=2, shard_rank=0)
+            self.assertEqual(refusals.scopes_of(layout), scopes)
 
     def test_a_dsa_model_on_nvidia_gpus_is_served_and_prefill_context_parallelism_is_only_warned_about(self) -> None:
         changes = {"model": replace(MLA, is_dsa=True), "on_cpu": False, "on_nvidia": True}
-        self.assertEqual(refusals.refuse_what_does_not_fit(make_facts({}, changes), "x", sharded=True), [])
+        self.assertEqual(refusals.refuse_what_does_not_fit(make_facts({}, changes), "x", set(Scope)), [])
         implied = {"attn_cp_size": 2, "enable_dp_attention": True}  # what SGLang makes of --enable-prefill-cp
-        (warning,) = refusals.refuse_what_does_not_fit(make_facts(implied, changes), "x", sharded=True)
+        (warning,) = refusals.refuse_what_does_not_fit(make_facts(implied, changes), "x", set(Scope))
         self.assertIn("--attention-context-parallel-size", warning)
 
     def test_an_unsupported_release_is_refused_by_number(self) -> None:
@@ -166,7 +174,7 @@ class TestFlags(FlagsTestCase):
             ("identity", "@/no\0where", False, "cannot read '/no.*where': embedded null byte"),
             ("identity", f"@{sys.executable}", False, "--kv-layout-config: cannot read '.*': is not UTF-8"),
             ("identity", "[" * 100_000, False, r"must be JSON or @FILE with JSON, got '\[{36}\.\.\.: "),
-            ("", None, False, "--kv-layout-strategy must be one of identity, cp_shared, got ''"),
+            ("", None, False, "--kv-layout-strategy must be one of identity, cp_shared, .*, got ''"),
             ("", None, True, "implies --kv-layout-strategy cp_shared, got --kv-layout-strategy "),
         ):
             with self.subTest(message), self.assertRaisesRegex(LayoutConfigError, message):
@@ -216,7 +224,8 @@ class TestCheckBeforeTheLaunch(FlagsTestCase):
         choice = choice_of(record)
         assert choice is not None
         self.assertFalse(choice.wants_peers(page_size=16))
-        self.assertTrue(LayoutChoice(strategy="cp_shared").wants_peers(page_size=16))
+        for strategy in ("cp_shared", "host_shared", "dcp_striped"):
+            self.assertTrue(LayoutChoice(strategy=strategy).wants_peers(page_size=16))
 
     def test_a_strategy_that_keeps_a_page_on_two_ranks_is_refused(self) -> None:
         sys.path.insert(0, str(FAULTY_LAYOUTS))
