@@ -100,7 +100,7 @@ class CacheSpec:
         """SGLang's DSA pool accepts no other than 64, which is a rank's stripe where pages are striped."""
         if self.pool is PoolKind.DSA:
             return 64 * self.ranks if self.layout == "dcp_striped" else 64
-        return 4
+        return 4 * self.ranks if self.layout == "dcp_striped" and 4 % self.ranks else 4
 
     @property
     def lanes(self) -> int:

@@ -294,7 +294,8 @@ def check_nodes(rank: Rank) -> None:
         assert parent.children[node.key.child_key(rank.spec.page_size)] is node
         assert node.value is not None or node.metadata is not None, f"node {node.id} holds nothing"
         assert node.host_len in (0, node.tokens)
-        assert (node.host_value is None) == (rank.spec.host_lanes > 1 or node.metadata is None)
+        owned_by_page = rank.spec.layout in ("cp_shared", "host_shared")
+        assert (node.host_value is None) == (owned_by_page or node.metadata is None)
         if node.value is not None:
             assert parent.value is not None, f"node {node.id} is on the device, its parent is not"
             assert np.array_equal(pages_of(node.value, rank.spec.page_size), node.slot_pages)

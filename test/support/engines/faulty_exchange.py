@@ -17,4 +17,4 @@ def register() -> None:
     def give_nothing(*_arguments: object) -> None:
         return
 
-    exchanger._give = give_nothing  # the fault is meant to be inside
+    exchanger._give = give_nothing  # noqa: SLF001  # the fault is meant to be inside

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
@@ -49,16 +50,9 @@ class CacheMachine(RuleBasedStateMachine):
     )
     def build(self, ranks: int, policy: WritePolicy, eviction: str, room: int, host: int, threshold: int) -> None:
         """Small pools, so that every tier is short of room."""
-        lanes = ranks if self.layout == "cp_shared" else 1
-        spec = CacheSpec(
-            layout=self.layout,
-            ranks=ranks,
-            policy=policy,
-            eviction=eviction,
-            device_pages=-(-room // lanes),
-            host_pages=max(2, -(-host // lanes)),
-            load_back_pages=threshold,
-        )
+        asked = CacheSpec(layout=self.layout, ranks=ranks, policy=policy, eviction=eviction, load_back_pages=threshold)
+        lanes = asked.lanes
+        spec = replace(asked, device_pages=-(-room // lanes), host_pages=max(2, -(-host // asked.host_lanes)))
         self.group = Group(spec)
         self.group.hold()
         self.requests: list[tuple[Request, Prefix]] = []
@@ -395,6 +389,9 @@ class CacheMachine(RuleBasedStateMachine):
         """Whether all pages of a chain that have no host copy fit into what is free there."""
         backed_up = sum(page in self.model.host for page in prefixes(chain))
         free = self.group.ranks[0].controller.ledger.free_pages
+        spec = self.group.spec
+        if spec.host_lanes > spec.lanes:  # owned by slot: which lanes are short, a chain does not say
+            return len(chain) - 1 - backed_up <= min(free)
         return bool((self._needs(chain, backed_up, len(chain) - 1) <= free).all())
 
     def _room_for(self, chain: Prefix, first: int, end: int) -> bool:

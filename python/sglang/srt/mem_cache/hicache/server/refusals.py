@@ -409,7 +409,7 @@ def scopes_of(layout: AnyKVLayoutStrategy) -> frozenset[Scope]:
 
 
 def refuse_stripes(layout: AnyKVLayoutStrategy, asked: str) -> None:
-    """Raise `LayoutConfigError` for a strategy of striped pages: its pools come with ``--dcp-size``, which is refused."""
+    """Raise `LayoutConfigError` for striped pages: their pools come with ``--dcp-size``, which is refused."""
     if stripes_pages(layout):
         raise LayoutConfigError(
             f"{asked} stripes pages as SGLang does with --dcp-size, which is not served yet; accepted in a server: "

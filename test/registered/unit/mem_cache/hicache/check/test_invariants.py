@@ -82,7 +82,7 @@ HOST: tuple[Damage, ...] = (
     ("host pages are held by two nodes", lambda rank: _owned(rank)[1].set_metadata(_owned(rank)[0].metadata)),
     (
         "host pages in use by lane",
-        lambda rank: rank.controller.ledger.take([1] * rank.layout.lane_count),
+        lambda rank: rank.controller.ledger.take([1] * rank.spec.host_lanes),
     ),
     (
         "host pages in use in the pool",
