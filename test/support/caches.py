@@ -113,6 +113,11 @@ class CacheSpec:
         return self.ranks if self.layout in ("cp_shared", "host_shared") else 1
 
     @property
+    def exchanges(self) -> bool:
+        """Whether ranks give each other pages after a load."""
+        return self.host_lanes > self.lanes
+
+    @property
     def page_rows(self) -> int:
         """Rows of a page on each rank."""
         return self.page_size // self.ranks if self.layout == "dcp_striped" else self.page_size

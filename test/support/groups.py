@@ -94,7 +94,7 @@ class Group:
         sizes = list(host_pages) if host_pages is not None else [spec.host_pages] * spec.ranks
         self.capacity_pages = min(sizes)
         self.lockstep.gather([[size] for size in sizes])
-        self.meeting = Meeting(spec.ranks) if spec.host_lanes > spec.lanes else None
+        self.meeting = Meeting(spec.ranks) if spec.exchanges else None
         self.ranks = [
             Rank(
                 spec,

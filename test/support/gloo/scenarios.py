@@ -10,6 +10,9 @@ import torch.distributed as dist
 
 from sglang.srt.mem_cache.hicache.agreement import RankAgreement
 from sglang.srt.mem_cache.hicache.check.digest import tree_digest
+from sglang.srt.mem_cache.hicache.copies.exchange import PageExchanger
+from sglang.srt.mem_cache.hicache.copies.peers import gather_beside
+from sglang.srt.mem_cache.hicache.copies.transfer import HostTransfer
 from sglang.srt.mem_cache.hicache.device.pools import bytes_of as device_bytes_of
 from sglang.srt.mem_cache.hicache.environment import agreement_groups, refuse_lanes_that_ranks_share
 from sglang.srt.mem_cache.hicache.host.pools import host_bytes_of
@@ -34,7 +37,7 @@ def make_rank(world: World, spec: CacheSpec, *, grid: bool = False) -> Rank:
     params = make_params(
         spec, make_allocator(spec, make_layout(spec, number), pool), **(groups or {"tp_cache_group": world.group})
     )
-    return Rank(spec, number, RankAgreement(agreement_groups(params)))
+    return Rank(spec, number, RankAgreement(agreement_groups(params)), tp_group=world.group)
 
 
 def random_traffic(world: World, spec: CacheSpec, *, steps: int, seed: int, grid: bool = False) -> TrafficReport:
@@ -91,12 +94,29 @@ class RoundTrip:
     wrong_pages: int
     verified_pages: int
     loaded_bytes: int
+    received_bytes: int
     digest: int
 
 
-def round_trip(world: World, spec: CacheSpec, *, chains: int, pages: int) -> RoundTrip:
-    """Cache chains, evict all, overwrite the device pool, load back every chain and compare."""
+def round_trip(
+    world: World, spec: CacheSpec, *, chains: int, pages: int, staging_bytes: int | None = None
+) -> RoundTrip:
+    """Cache chains, evict all, overwrite the device pool, load back every chain and compare.
+
+    With `staging_bytes`, exchanges go through buffers of that size, in several rounds.
+    """
     rank = make_rank(world, spec)
+    if staging_bytes is not None:
+        engine = rank.controller.transfer.engine
+        rank.controller.transfer = HostTransfer(
+            host_pool=rank.cache.token_to_kv_pool_host,
+            device_pool=rank.device_pool,
+            io_backend="direct",
+            exchanger=PageExchanger(
+                rank.device_pool, gather_beside(world.group, backend="gloo", seconds=None), staging_bytes=staging_bytes
+            ),
+        )
+        rank.controller.transfer.engine = engine
     prompts = [chain(spec, *range(number * 100, number * 100 + pages)) for number in range(chains)]
     for tokens in prompts:
         serve(rank, tokens)
@@ -113,6 +133,7 @@ def round_trip(world: World, spec: CacheSpec, *, chains: int, pages: int) -> Rou
         wrong_pages=wrong,
         verified_pages=verified,
         loaded_bytes=stats.loaded_bytes,
+        received_bytes=rank.controller.transfer.received_bytes,
         digest=tree_digest(rank.cache),
     )
 

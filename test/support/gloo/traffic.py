@@ -247,7 +247,9 @@ class RankTraffic:
         """Some copies of this rank end, then one turn of the event loop, with its collectives counted."""
         engine, cache = self.rank.engine, self.rank.cache
         engine.finish_writes(self.own.choice((0, 0, 1, 3)))
-        engine.finish_loads(self.own.choice((0, 0, 1)))
+        # An exchange waits for all ranks with the thread that would see to anything else.
+        loads = self.shared if self.rank.spec.exchanges else self.own
+        engine.finish_loads(loads.choice((0, 0, 1)))
         writes, loads = self._queues()
         self.ready.append((_ready(writes), _ready(loads)))
         before = self.world.collectives()

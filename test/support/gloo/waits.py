@@ -17,7 +17,7 @@ from sglang.srt.mem_cache.hicache.agreement import RankAgreement
 from sglang.srt.mem_cache.hicache.device.page_reader import group_sum
 from sglang.srt.mem_cache.hicache.errors import LostPeerError
 from support.caches import Rank, chain
-from support.gloo.scenarios import insert
+from support.gloo.scenarios import evict_all, insert
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -55,6 +55,17 @@ def gather_alone(world: World, *, seconds: float) -> Loss:
     """Rank 1 is late for a gather of pages."""
     reduce = group_sum(_fresh_group(), peer_seconds=seconds)
     return _late(world, lambda: reduce(torch.zeros(8, dtype=torch.int32)))
+
+
+def exchange_alone(world: World, spec: CacheSpec, *, seconds: float) -> Loss:
+    """Rank 1 fails, or is late, to start a load whose pages the ranks exchange."""
+    rank = Rank(spec, world.number, None, tp_group=_fresh_group(), peer_seconds=seconds)
+    tokens = chain(spec, 1, 2, 3, 4)
+    insert(rank, tokens)
+    rank.cache.check_hicache_events()
+    evict_all(rank)
+    rank.cache.bring_back(rank.cache.match(rank.key(tokens)).host_node)
+    return _late(world, rank.cache.ready_to_load_host_cache)
 
 
 def follow_alone(world: World, *, late_stage: int, seconds: float) -> Loss:

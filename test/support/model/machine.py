@@ -390,7 +390,7 @@ class CacheMachine(RuleBasedStateMachine):
         backed_up = sum(page in self.model.host for page in prefixes(chain))
         free = self.group.ranks[0].controller.ledger.free_pages
         spec = self.group.spec
-        if spec.host_lanes > spec.lanes:  # owned by slot: which lanes are short, a chain does not say
+        if spec.exchanges:  # owned by slot: which lanes are short, a chain does not say
             return len(chain) - 1 - backed_up <= min(free)
         return bool((self._needs(chain, backed_up, len(chain) - 1) <= free).all())
 

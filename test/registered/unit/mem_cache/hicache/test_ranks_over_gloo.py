@@ -27,7 +27,7 @@ from support.gloo.scenarios import (
     round_trip,
     two_stages,
 )
-from support.gloo.waits import check_events_alone, construct_alone, follow_alone, gather_alone
+from support.gloo.waits import check_events_alone, construct_alone, exchange_alone, follow_alone, gather_alone
 
 if TYPE_CHECKING:
     from support.gloo.traffic import TrafficReport
@@ -68,6 +68,8 @@ class TestRanksOverGloo(CustomTestCase):
             _spec(pool=PoolKind.DSA, mem_layout="page_first_direct", eviction="priority"),
             _spec(pool=PoolKind.DSA, policy="write_back", host_pages=7),
             _spec(layout="identity", device_pages=20, host_pages=30, eviction="fifo"),
+            _spec(layout="host_shared", device_pages=20, host_pages=14),
+            _spec(layout="host_shared", pool=PoolKind.DSA, device_pages=20, policy="write_back", host_pages=9),
         )
         for seed, spec in enumerate(cases):
             with self.subTest(spec=spec):
@@ -77,6 +79,11 @@ class TestRanksOverGloo(CustomTestCase):
         reports = self._drive(4, _spec(ranks=4, device_pages=5, host_pages=2), steps=300, seed=7)
         self.assertGreater(reports[0].stats.evicted_host_tokens, 0)
         self.assertGreater(reports[0].stats.refused_backups, 0)
+
+    def test_four_ranks_that_exchange_pages_hold_equal_trees_under_host_pressure(self) -> None:
+        spec = _spec(ranks=4, layout="host_shared", device_pages=24, host_pages=4, pool=PoolKind.MHA)
+        reports = self._drive(4, spec, steps=400, seed=11)
+        self.assertGreater(reports[0].stats.evicted_host_tokens, 0)
 
     def test_a_grid_of_two_groups_holds_equal_trees_with_one_reduction_in_each_group(self) -> None:
         reports = self._drive(4, _spec(ranks=2), steps=300, seed=8, grid=True)
@@ -113,6 +120,29 @@ class TestRanksOverGloo(CustomTestCase):
                     self.assertEqual(sum(trip.verified_pages for trip in trips), 3 * 7)
                     self.assertEqual({trip.loaded_tokens for trip in trips}, {3 * 7 * spec.page_size})
                     self.assertEqual(len({trip.digest for trip in trips}), 1)
+
+    def test_pages_that_one_rank_loads_come_to_all_with_every_pool_and_host_layout(self) -> None:
+        for pool in (PoolKind.MHA, PoolKind.MLA, PoolKind.DSA):
+            for mem_layout in ("layer_first", "page_first_direct"):
+                spec = _spec(ranks=4, layout="host_shared", pool=pool, mem_layout=mem_layout, device_pages=24)
+                for staging_bytes in (None, 1):  # one byte: a page of each rank at a time
+                    with self.subTest(pool=pool, mem_layout=mem_layout, staging_bytes=staging_bytes):
+                        self._exchange(spec, staging_bytes)
+
+    def _exchange(self, spec: CacheSpec, staging_bytes: int | None) -> None:
+        trips = self.ranks.run(4, round_trip, spec, chains=3, pages=7, staging_bytes=staging_bytes)
+        self.assertEqual([trip.wrong_pages for trip in trips], [0] * 4)
+        self.assertEqual([trip.verified_pages for trip in trips], [3 * 7] * 4)
+        self.assertEqual({trip.loaded_tokens for trip in trips}, {3 * 7 * spec.page_size})
+        everything = sum(trip.loaded_bytes for trip in trips)  # each page once
+        self.assertEqual([trip.loaded_bytes + trip.received_bytes for trip in trips], [everything] * 4)
+        self.assertEqual(len({trip.digest for trip in trips}), 1)
+
+    def test_ranks_that_own_nothing_of_a_load_get_it_from_the_one_that_does(self) -> None:
+        spec = _spec(ranks=4, layout="host_shared", load_back_pages=1)
+        trips = self.ranks.run(4, round_trip, spec, chains=1, pages=1)
+        self.assertEqual([trip.wrong_pages for trip in trips], [0] * 4)
+        self.assertEqual(sorted(trip.received_bytes > 0 for trip in trips), [False, True, True, True])
 
     def test_each_rank_holds_an_nth_of_the_bytes_that_identity_holds_for_the_same_tokens(self) -> None:
         for ranks in (2, 4):
@@ -190,6 +220,11 @@ class TestRanksOverGloo(CustomTestCase):
     def test_a_rank_that_gathers_no_pages_is_named_within_the_bound(self) -> None:
         losses = self.ranks.run(2, gather_alone, seconds=BOUND_SECONDS)
         self._check_losses(losses, "the gather of KV pages", BOUND, "the batch has no result")
+
+    def test_a_rank_that_starts_no_load_is_named_within_the_bound(self) -> None:
+        spec = _spec(layout="host_shared")
+        losses = self.ranks.run(2, exchange_alone, spec, seconds=BOUND_SECONDS)
+        self._check_losses(losses, "the exchange of pages that were loaded", BOUND, "the load has no result")
 
     def test_a_pipeline_stage_that_is_missing_is_named_within_the_bound(self) -> None:
         place = "check_hicache_events (what the first pipeline stage has decided)"
