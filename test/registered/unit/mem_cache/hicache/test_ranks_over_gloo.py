@@ -259,7 +259,8 @@ class TestRanksOverGloo(CustomTestCase):
             self.assertGreater(report.verified_pages, 0)
         self.assertGreater(len(first.digests), steps // 5)
         self.assertGreater(first.stats.loads, 0, "nothing was ever loaded back")
-        self.assertNotEqual(first.ready, reports[1].ready, "all ranks saw their copies end at the same time")
+        if not spec.exchanges:  # loads end in step there
+            self.assertNotEqual(first.ready, reports[1].ready, "all ranks saw their copies end at the same time")
         return reports
 
 

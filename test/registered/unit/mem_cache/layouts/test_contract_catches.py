@@ -39,8 +39,8 @@ register_cpu_ci(est_time=10, suite="base-a-test-cpu")
 
 class _Binding(LayoutContract[Any]):
     split_rules: ClassVar = {"page_size": same, "cp_size": same, "cp_rank": same, "lanes": joined, "host_pages": joined}
-    page_sizes: ClassVar = (1, 4)
-    shard_sizes: ClassVar = (1, 2, 3, 5)
+    page_sizes: ClassVar[tuple[int, ...]] = (1, 4)
+    shard_sizes: ClassVar[tuple[int, ...]] = (1, 2, 3, 5)
     max_examples: ClassVar = 5
     broken: type[CpSharedLayout] = CpSharedLayout
 

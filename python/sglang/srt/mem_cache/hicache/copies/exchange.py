@@ -114,7 +114,7 @@ class PageExchanger:
         indices = torch.from_numpy(np.concatenate(parts))
         if self._device.type == "cuda":
             indices = indices.pin_memory()  # else the thread would wait for the exchange before this one
-        on_device = indices.to(self._device, non_blocking=True).split([len(part) for part in parts])
+        on_device = torch.split(indices.to(self._device, non_blocking=True), [len(part) for part in parts])
         return list(zip(on_device[::2], on_device[1::2], strict=True))
 
     def _give(self, pages: torch.Tensor, own: torch.Tensor, theirs: torch.Tensor) -> None:

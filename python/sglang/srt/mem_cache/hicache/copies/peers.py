@@ -15,16 +15,24 @@ from typing import ClassVar, Protocol
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import AllgatherOptions, _get_default_store
+from torch._C._distributed_c10d import AllgatherOptions, PrefixStore, ProcessGroupGloo
+from torch.distributed.distributed_c10d import _get_default_store
 
 from ..waits import EXCHANGE, BoundedReduction, named_wait
 
 
 class PeerGather(Protocol):
-    """Gathers what the ranks of a shard group have. `rank` is this one's number in it."""
+    """Gathers what the ranks of a shard group have."""
 
-    rank: int
-    ranks: int
+    @property
+    def rank(self) -> int:
+        """This rank's number in its shard group."""
+        ...
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of the shard group."""
+        ...
 
     def gather(self, sent: torch.Tensor, received: torch.Tensor) -> None:
         """`received`, shape ``[ranks, *shape of sent]``, is what each rank has `sent`; contiguous, of one device.
@@ -53,9 +61,9 @@ class GlooGather:
         self._options = AllgatherOptions()
         self._options.timeout = timeout
         # torch names a new group by how many a process has, which may differ between its ranks.
-        store = dist.PrefixStore(f"kv_layout_exchange/{self._agreed_number()}", _get_default_store())
+        store = PrefixStore(f"kv_layout_exchange/{self._agreed_number()}", _get_default_store())
         with named_wait(group, EXCHANGE, seconds=seconds):
-            self._own = dist.ProcessGroupGloo(store, self.rank, self.ranks, timeout)
+            self._own = ProcessGroupGloo(store, self.rank, self.ranks, timeout)
 
     def _agreed_number(self) -> str:
         """A name that no earlier gather of any of these ranks has, the same on all of them."""
@@ -69,7 +77,7 @@ class GlooGather:
         ours = sent.cpu()
         theirs = received if received.device.type == "cpu" else torch.empty_like(received, device="cpu")
         with named_wait(self._group, EXCHANGE, seconds=self._seconds):
-            self._own.allgather([list(theirs.unbind())], [ours], self._options).wait()
+            self._own.allgather([list(theirs.unbind())], [ours], self._options).wait()  # type: ignore[attr-defined]  # in no stub
         if theirs is not received:
             received.copy_(theirs)
 
@@ -100,5 +108,5 @@ def gather_beside(group: dist.ProcessGroup, *, backend: str, seconds: float | No
 
 
 def _timeout_of(group: dist.ProcessGroup) -> timedelta:
-    timeout: timedelta = group._get_backend(torch.device("cpu")).options._timeout  # type: ignore[attr-defined]  # noqa: SLF001  # torch has no other way, nor a stub
+    timeout: timedelta = group._get_backend(torch.device("cpu")).options._timeout  # noqa: SLF001  # torch tells nobody else
     return timeout
