@@ -54,7 +54,7 @@ def run(name: str, spec: dict[str, Any], folder: Path) -> dict[str, Any] | None:
     with files[2].open("w") as log:
         status = subprocess.run(
             [sys.executable, "-m", "support.engines.engine_run", str(files[0]), str(files[1])],
-            env=runs.environment(2, faulty_gather=name == "faulty"),
+            env=runs.environment(2, fault="faulty_gather" if name == "faulty" else None),
             stdout=log,
             stderr=subprocess.STDOUT,
             timeout=300,

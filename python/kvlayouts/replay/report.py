@@ -121,7 +121,7 @@ _MEMORY_ROWS: Rows = (
     ("host KV per rank", lambda r: show_bytes(r.host_bytes_per_rank)),
     ("device to host per rank", lambda r: show_range(r.d2h_bytes_per_rank, show_bytes)),
     ("host to device per rank", lambda r: show_range(r.h2d_bytes_per_rank, show_bytes)),
-    ("received from peers per rank", lambda r: show_range(r.received_bytes_per_rank or (0,), show_bytes)),
+    ("from peers per rank", lambda r: show_range(r.received_bytes_per_rank or (0,), show_bytes)),
     ("page imbalance, max/mean", lambda r: f"{r.page_imbalance:.3f}"),
     ("evicted from device, tokens", lambda r: count(r.evicted_device_tokens)),
     ("evicted from host, tokens", lambda r: count(r.evicted_host_tokens)),

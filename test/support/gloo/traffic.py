@@ -248,8 +248,8 @@ class RankTraffic:
         engine, cache = self.rank.engine, self.rank.cache
         engine.finish_writes(self.own.choice((0, 0, 1, 3)))
         # An exchange waits for all ranks with the thread that would see to anything else.
-        loads = self.shared if self.rank.spec.exchanges else self.own
-        engine.finish_loads(loads.choice((0, 0, 1)))
+        draw = self.shared if self.rank.spec.exchanges else self.own
+        engine.finish_loads(draw.choice((0, 0, 1)))
         writes, loads = self._queues()
         self.ready.append((_ready(writes), _ready(loads)))
         before = self.world.collectives()

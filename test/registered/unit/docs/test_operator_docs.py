@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -57,8 +58,8 @@ class TestOperatorsPage(CacheTestCase):
 
     def _scrape(self, layout: str) -> Scrape:
         """Two ranks of which one chain was copied, evicted and loaded, and another was lost under write_back."""
-        lanes = 2 if layout == "cp_shared" else 1
-        spec = CacheSpec(layout=layout, ranks=2, policy="write_back", device_pages=24 // lanes, host_pages=12 // lanes)
+        asked = CacheSpec(layout=layout, ranks=2, policy="write_back")
+        spec = replace(asked, device_pages=24 // asked.lanes, host_pages=12 // asked.host_lanes)
         group = ReportingGroup(spec, Path(self.enterContext(tempfile.TemporaryDirectory())))
         for pages in (range(6), range(6), range(20, 34)):
             group.serve(chain(spec, *pages))

@@ -64,6 +64,8 @@ _IDENTITY = LayoutResult(
     evicted_device_tokens=64,
     evicted_host_tokens=128,
     refused_backups=5,
+    received_bytes_per_rank=(0, 0),
+    host_capacity_tokens=2_000,
     hit_series=_SERIES,
 )
 
@@ -73,6 +75,8 @@ _SHARDED = replace(
     host_hit_tokens=400,
     computed_tokens=1000,
     logical_capacity_tokens=2_000,
+    received_bytes_per_rank=(256, 256),
+    host_capacity_tokens=4_000,
     hit_series=(),
 )
 

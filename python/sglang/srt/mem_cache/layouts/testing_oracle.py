@@ -152,7 +152,7 @@ class SimulatedGroup(Generic[MetadataT]):
         return content
 
     def check(self, slot_pages: PageArray, content: Bytes, what: str) -> None:
-        """Fail unless every rank has the bytes of `content`, as `write` returns it, that it stores."""
+        """Fail unless every rank has the bytes that it stores of `content`, ``[pages * page_size, TOKEN_BYTES]``."""
         for number, page in enumerate(slot_pages.tolist()):
             own = content[number * self.page_size :]
             for rank, (tokens, rows) in enumerate(self.places(page)):

@@ -137,8 +137,8 @@ def test_each_request_hits_evicts_and_moves_in_the_simulation_what_it_does_in_th
             hits.refused_backups,
             hits.backups,
             hits.loads,
-            hits.backed_up_lane_pages[0] * config.page_size * real.cache.cache_controller.transfer.bytes_per_token,
-            hits.loaded_lane_pages[0] * config.page_size * real.cache.cache_controller.transfer.bytes_per_token,
+            hits.backed_up_lane_pages[0] * real.cache.cache_controller.transfer.bytes_per_page,
+            hits.loaded_lane_pages[0] * real.cache.cache_controller.transfer.bytes_per_page,
         )
         assert found == (
             stats.evicted_device_tokens,

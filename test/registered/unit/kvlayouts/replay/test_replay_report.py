@@ -59,10 +59,12 @@ def test_the_table_shows_every_number_of_every_layout(both: dict[str, LayoutResu
         "computed": ["1,600 (80.0 %)", "1,000 (50.0 %)"],
         "hit share": ["20.0 %", "50.0 %"],
         "device capacity, tokens": ["1,024", "2,000"],
+        "host capacity, tokens": ["2,000", "4,000"],
         "device KV per rank": ["3.00 GiB", "3.00 GiB"],
         "host KV per rank": ["5.0 MiB", "5.0 MiB"],
         "device to host per rank": ["2.0 KiB", "2.0 KiB"],
         "host to device per rank": ["512 B .. 1.5 KiB", "512 B .. 1.5 KiB"],
+        "from peers per rank": ["0 B", "256 B"],
         "page imbalance, max/mean": ["1.250", "1.250"],
         "evicted from device, tokens": ["64", "64"],
         "evicted from host, tokens": ["128", "128"],
@@ -111,9 +113,9 @@ def test_the_verdict_compares_with_the_layout_of_the_least_capacity_whatever_the
 
 
 def test_the_verdict_compares_each_of_three_layouts(both: dict[str, LayoutResult], sharded: LayoutResult) -> None:
-    third = replace(sharded, logical_capacity_tokens=512)
+    third = replace(sharded, logical_capacity_tokens=512, host_capacity_tokens=1_000)
     text = verdict(both | {"third": third})
-    assert text.startswith("identity: 2.0x the capacity per rank of third, hit share 20.0 % vs 50.0 %; cp_shared: 3.9x")
+    assert text.startswith("identity: 2.0x the capacity per rank of third, hit share 20.0 % vs 50.0 %; cp_shared: 4.0x")
 
 
 def test_the_verdict_of_a_single_layout_compares_with_nothing(sharded: LayoutResult) -> None:

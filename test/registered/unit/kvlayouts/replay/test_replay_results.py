@@ -178,6 +178,8 @@ def test_the_json_form_has_every_promised_key_and_survives_a_round_trip(
         "evicted_device_tokens": 64,
         "evicted_host_tokens": 128,
         "refused_backups": 5,
+        "received_bytes_per_rank": [0, 0],
+        "host_capacity_tokens": 2000,
         "requests_per_second": 2.0,
         "hit_series": [
             {
