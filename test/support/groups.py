@@ -167,8 +167,11 @@ class Group:
         wrong = self.each(lambda rank: rank.mismatches(request.tokens, request.pages[:pages]))
         assert not any(wrong), f"wrong pages per rank: {wrong}"
 
-    def finish(self, request: Request) -> int:
-        """Insert a request's KV, free what the tree had already, unlock. Returns the duplicate tokens."""
+    def finish(self, request: Request, *, submit: bool = True) -> int:
+        """Insert a request's KV, free what the tree had already, unlock. Returns the duplicate tokens.
+
+        Its backups are submitted, unless more requests end with the same batch.
+        """
         self.running.remove(request)
         self.verify(request, len(request.pages))
         size = self.spec.page_size
@@ -184,7 +187,13 @@ class Group:
         again = request.pages[request.prefix_pages : duplicates // size]
         self.each(lambda rank: rank.allocator.free_slot_pages(again))
         self.each(lambda rank: rank.cache.dec_lock_ref(request.nodes[rank.number]))
+        if submit:
+            self.submit()
         return duplicates
+
+    def submit(self) -> None:
+        """The results of a batch are in the tree: submit the backups that it queued."""
+        self.each(lambda rank: rank.cache.parts.transfers.submit_backups())
 
     def abort(self, request: Request) -> None:
         """Drop a running request: its own pages are freed, its prefix unlocked."""
@@ -202,6 +211,7 @@ class Group:
 
     def settle(self) -> None:
         """One turn of the event loop on every rank: ready counts are gathered before anyone settles."""
+        self.submit()  # as the turn does, whose counts are gathered here beforehand
         self.lockstep.gather([self.ready(rank) for rank in self.ranks])
         self.each(lambda rank: rank.cache.check_hicache_events())
 
