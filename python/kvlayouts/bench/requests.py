@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from kvlayouts.common.trace import Trace
 
 RANKS = 8
-IDENTITY, SHARDED = "identity", "cp_shared"
+IDENTITY, SHARED = "identity", ("cp_shared", "host_shared")
 REPLACED = next(iter(SGLANG_TREES))
 """The tree of SGLang's that ours takes the place of, in this release."""
 BY_TOKEN = "identity, indices by token for SGLang's engine"
@@ -59,14 +59,17 @@ def bench_requests(config: BenchConfig, trace: Trace, on_step: OnStep) -> list[F
             if name != REPLACED
         ),
         compared("requests", BY_TOKEN, rounds[BY_TOKEN], rounds[REPLACED], unit="ms", baseline_name=REPLACED),
-        compared(
-            "requests",
-            f"{SHARDED}, rank 0 of {RANKS}",
-            rounds[SHARDED],
-            rounds[IDENTITY],
-            unit="ms",
-            baseline_name=IDENTITY,
-            at_most=1.1,
+        *(
+            compared(
+                "requests",
+                f"{name}, rank 0 of {RANKS}",
+                rounds[name],
+                rounds[IDENTITY],
+                unit="ms",
+                baseline_name=IDENTITY,
+                at_most=1.1,
+            )
+            for name in SHARED
         ),
         *_hit_figures(hits),
     ]
@@ -93,7 +96,7 @@ def _subjects(sizes: PoolSizes, server_args: ServerArgs) -> dict[str, Subject]:
     return {
         **{name: make(sizes, server_args) for name, make in SGLANG_TREES.items()},
         IDENTITY: OurSubject("identity", 1, sizes),
-        SHARDED: OurSubject("cp_shared", RANKS, sizes),
+        **{name: OurSubject(name, RANKS, sizes) for name in SHARED},
         BY_TOKEN: OurSubject("identity", 1, sizes, page_copies=False),
     }
 

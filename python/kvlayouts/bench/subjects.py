@@ -27,6 +27,7 @@ from typing_extensions import override
 from kvlayouts.common.trace import default_device_tokens
 from sglang.srt.mem_cache.hicache.agreement import RankAgreement
 from sglang.srt.mem_cache.hicache.assemble import assemble_cache
+from sglang.srt.mem_cache.hicache.copies.exchange import PageExchanger
 from sglang.srt.mem_cache.hicache.copies.transfer import HostTransfer
 from sglang.srt.mem_cache.hicache.device.pools import MlaGeometry, build_device_pool
 from sglang.srt.mem_cache.hicache.runtime import standalone_runtime
@@ -36,9 +37,10 @@ from sglang.srt.mem_cache.hicache.slots.allocator import LaneSlotAllocator
 from sglang.srt.mem_cache.hicache.tree.calls import Insertion
 from sglang.srt.mem_cache.layouts import GroupKind, LayoutConfig, PoolKind, create_layout
 from sglang.srt.mem_cache.layouts.errors import LayoutInvariantError
+from sglang.srt.mem_cache.layouts.facts import exchanges_pages, host_lanes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from sglang.srt.managers.cache_controller import LayerLoadingEvent
     from sglang.srt.mem_cache.l2_transfer import L2Transfer, TransferCompletion
@@ -46,6 +48,7 @@ if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
 
     from kvlayouts.common.trace import Trace
+    from sglang.srt.mem_cache.hicache.copies.exchange import Round
     from sglang.srt.mem_cache.hicache.radix_cache import HiRadixCache
     from sglang.srt.mem_cache.hicache.tree.node import LayoutTreeNode
     from sglang.srt.mem_cache.layouts import CopyPlan
@@ -118,6 +121,26 @@ class NoCopier:
         return submit_load(engine, [], layers=LAYERS, start_event=producer.start_event, on_layer_done=producer.complete)
 
 
+@dataclass(frozen=True, slots=True)
+class Alone:
+    """Rank 0 of so many, whose peers never come: for exchanges in which nothing is given."""
+
+    ranks: int
+    rank: int = 0
+
+    def gather(self, sent: torch.Tensor, received: torch.Tensor) -> None:
+        """See `PeerGather`; nobody looks at what is received."""
+
+
+class NoExchanger(PageExchanger):
+    """Reckons what ranks give each other, and gives nothing: events and layer counters only."""
+
+    @override
+    def give_layer(self, layer: int, rounds: Sequence[Round], copied: torch.Event, done: LayerLoadingEvent) -> None:
+        """Record the layer's event."""
+        done.complete(layer)
+
+
 class OurSubject:
     """`HiRadixCache` of this package with a layout, seen from rank 0.
 
@@ -137,15 +160,19 @@ class OurSubject:
         self.cache: HiRadixCache[Any] = assemble_cache(
             cache_params(self.allocator, sizes.page_size),
             layout=self.layout,
-            settings=HiCacheSettings(host_ratio=sizes.host_ratio),
+            settings=HiCacheSettings(
+                host_ratio=sizes.host_ratio * self.layout.lane_count / host_lanes(self.layout).count
+            ),
             group=ShardGroup() if ranks == 1 else ShardGroup(kind=GroupKind.ATTENTION_CP, size=ranks, rank=0),
             agreement=RankAgreement([]),
+            peers=Alone(ranks) if exchanges_pages(self.layout) else None,
         )
         self.cache.cache_controller.transfer = HostTransfer(
             host_pool=self.cache.token_to_kv_pool_host,
             device_pool=pool,
             io_backend="direct",
             copier=NoCopier() if page_copies else False,
+            exchanger=NoExchanger(pool, Alone(ranks)) if exchanges_pages(self.layout) else None,
         )
         if not page_copies:
             self.cache.cache_controller.transfer.engine = NoCopyEngine("direct")

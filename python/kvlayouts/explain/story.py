@@ -12,14 +12,16 @@ free lists that are made up here, everything else is what the strategy answers::
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
 from kvlayouts.common.errors import RunError
 from kvlayouts.common.strategies import create_rank
 from kvlayouts.explain.free_pages import HostPages, SlotPages
+from sglang.srt.mem_cache.layouts.capabilities import has_host_lanes
 from sglang.srt.mem_cache.layouts.errors import LayoutConfigError, LayoutInvariantError
+from sglang.srt.mem_cache.layouts.facts import host_lanes
 from sglang.srt.mem_cache.layouts.testing_metadata import stored_arrays
 
 if TYPE_CHECKING:
@@ -90,6 +92,7 @@ class HalfStory:
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class NodeStory:
     """The whole node. `lanes`, `slot_pages` and `new_slot_pages` have one entry a page; `demand_pages` one a lane.
+    Where every rank stores all pages but backs up some, `lanes` are the owners on the host, and they exchange the rest.
 
     `halves` is empty without a split.
     """
@@ -103,6 +106,7 @@ class NodeStory:
     demand_pages: tuple[int, ...]
     halves: tuple[HalfStory, ...]
     ranks: tuple[RankStory, ...]
+    exchanges: bool = False
 
     def row_page(self, page: int) -> int:
         """Row page of a page of the node on the ranks that store it."""
@@ -119,6 +123,10 @@ class NodeStory:
     def _there(self, page: int, what: str) -> int:
         owner = next(rank for rank in self.ranks if rank.lane == self.lanes[page])
         return int(getattr(owner, what)[np.searchsorted(owner.positions, page)])
+
+
+NO_LANE: Final = -1
+"""Of a rank that keeps nothing on the host."""
 
 
 def tell(config: ExplainConfig) -> NodeStory:
@@ -144,11 +152,14 @@ def _tell(config: ExplainConfig, layouts: Sequence[AnyKVLayoutStrategy]) -> Node
         raise LayoutInvariantError(f"pages lie in lane {min(orphans)}, which no rank stores")
     slots = SlotPages(first, pages=config.pages, seed=config.seed)
     slot_pages = slots.take(lanes)
+    if has_host_lanes(first):  # what a backup and a load do is told by who owns a page on the host
+        lanes = first.plan_backup(slot_pages).lanes
     new_slot_pages: PageArray | None = None
     stories = []
     for rank, layout in enumerate(layouts):
         plan = layout.plan_backup(slot_pages)
-        positions = np.flatnonzero(plan.lanes == layout.lane)
+        own = host_lanes(layout).own
+        positions = np.flatnonzero(plan.lanes == own)
         if len(positions) != plan.owned_pages:
             raise LayoutInvariantError(
                 f"rank {rank} stores {len(positions)} pages of the node but copies {plan.owned_pages}"
@@ -163,7 +174,7 @@ def _tell(config: ExplainConfig, layouts: Sequence[AnyKVLayoutStrategy]) -> Node
         stories.append(
             RankStory(
                 rank=rank,
-                lane=layout.lane,
+                lane=NO_LANE if own is None else own,
                 positions=positions,
                 row_pages=plan.device_pages,
                 host_pages=metadata.host_pages,
@@ -180,7 +191,7 @@ def _tell(config: ExplainConfig, layouts: Sequence[AnyKVLayoutStrategy]) -> Node
     assert new_slot_pages is not None
     return NodeStory(
         config=config,
-        lane_count=first.lane_count,
+        lane_count=host_lanes(first).count,
         base=base,
         lanes=lanes,
         slot_pages=slot_pages,
@@ -195,6 +206,7 @@ def _tell(config: ExplainConfig, layouts: Sequence[AnyKVLayoutStrategy]) -> Node
             for number, (tokens, pages_per_lane) in enumerate(half_lanes)
         ),
         ranks=tuple(stories),
+        exchanges=has_host_lanes(first),
     )
 
 

@@ -20,6 +20,8 @@ def headline(story: NodeStory) -> str:
     """Layout, ranks, page size."""
     config = story.config
     lanes = "one lane: every rank stores every page" if story.lane_count == 1 else f"{story.lane_count} lanes"
+    if story.exchanges:
+        lanes += " on the host, exchanged after a load"
     return f"{config.layout}: {count(config.ranks, 'rank')}, {lanes}, pages of {count(config.page_size, 'token')}"
 
 
@@ -36,7 +38,8 @@ def node_line(story: NodeStory) -> str:
 def chain_line(story: NodeStory) -> str:
     """Where the chain starts, and how its pages are spread."""
     pages = "host pages needed" if story.lane_count == 1 else "host pages needed in each lane"
-    return f"The chain starts in lane {story.base}; {pages}: {by_lane(story.demand_pages)}"
+    start = "Every rank stores every page" if story.exchanges else f"The chain starts in lane {story.base}"
+    return f"{start}; {pages}: {by_lane(story.demand_pages)}"
 
 
 def by_lane(pages: Sequence[int]) -> str:

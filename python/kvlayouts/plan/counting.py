@@ -15,6 +15,8 @@ from sglang.srt.managers.cache_controller import HiCacheAck
 
 from sglang.srt.mem_cache.hicache.host.ledger import HostLedger, HostShortfall
 from sglang.srt.mem_cache.hicache.slots.page_runs import pages_by_lane
+from sglang.srt.mem_cache.layouts.capabilities import has_host_lanes
+from sglang.srt.mem_cache.layouts.facts import host_lanes
 from sglang.srt.mem_cache.layouts.protocol import KVLayoutStrategy, MetadataT
 
 if TYPE_CHECKING:
@@ -41,6 +43,9 @@ class CountingSlots:
         self._page_of: PageArray = np.zeros(self.lane_count, dtype=np.int64)
         self._page_of[present] = pages[first]
         self._pages = int(self._page_of.max()) + 1
+        # Where a slot page says who has it on the host, slot pages are handed out in turn, as long runs of them are.
+        self._in_turn = has_host_lanes(layout) and self.lane_count == 1
+        self._next = 0
         self._slots = torch.zeros(longest, dtype=torch.int64)
 
     def room_pages(self) -> PageArray:
@@ -53,10 +58,16 @@ class CountingSlots:
         if left.min() < 0:
             return None
         self._room = left
-        return self._page_of[lanes]
+        if not self._in_turn:
+            return self._page_of[lanes]
+        self._next += len(lanes)
+        return np.arange(self._next - len(lanes) + 1, self._next + 1, dtype=np.int64)
 
     def free_slot_pages(self, slot_pages: PageArray) -> None:
         """Give pages back, once for each time that they were handed out."""
+        if self._in_turn:
+            self._room = self._room + len(slot_pages)
+            return
         self._room = self._room + np.bincount(slot_pages, minlength=self._pages)[self._page_of]
 
     def slots(self, slot_pages: PageArray) -> torch.Tensor:
@@ -84,8 +95,8 @@ class CountingController(Generic[MetadataT]):
         self.ledger = ledger
         self.ack_write_queue: list[HiCacheAck] = []
         self.ack_load_queue: list[HiCacheAck] = []
-        self.backed_up_pages: PageArray = np.zeros(layout.lane_count, dtype=np.int64)
-        self.loaded_pages: PageArray = np.zeros(layout.lane_count, dtype=np.int64)
+        self.backed_up_pages: PageArray = np.zeros(host_lanes(layout).count, dtype=np.int64)
+        self.loaded_pages: PageArray = np.zeros(host_lanes(layout).count, dtype=np.int64)
         self._layout = layout
         self._slots = slots
         self._queued: list[tuple[int, int]] = []  # ids and logical tokens of backups

@@ -17,8 +17,10 @@ from kvlayouts.plan.results import LayoutPlan, Plan, SweepPoint
 from kvlayouts.plan.settings import POOL_CLASSES
 from kvlayouts.plan.simulation import CacheSimulation
 from sglang.srt.mem_cache.hicache.server.refusals import scopes_of
+from sglang.srt.mem_cache.layouts.capabilities import has_host_lanes
 from sglang.srt.mem_cache.layouts.config import LayoutEnvironment
 from sglang.srt.mem_cache.layouts.errors import LayoutConfigError
+from sglang.srt.mem_cache.layouts.facts import host_lanes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -124,7 +126,7 @@ def _plan_layout(
     return LayoutPlan(
         lanes=layout.lane_count,
         device_capacity_tokens=layout.logical_tokens(config.device_tokens),
-        host_capacity_tokens=layout.logical_tokens(config.host_pages * config.page_size),
+        host_capacity_tokens=config.host_pages * config.page_size * host_lanes(layout).count,
         hits=hits,
         restore_bytes=restore_bytes,
         restore_seconds=restore_bytes / config.link_bytes_per_second if fits else None,
@@ -150,7 +152,9 @@ def _in_pages(config: PlanConfig, name: str) -> AnyKVLayoutStrategy:
 
 
 def _fullest_lane(layout: AnyKVLayoutStrategy, pages: int) -> int:
-    """Pages of a chain of `pages` that the lane with most of them holds."""
+    """Pages of a chain of `pages` that the rank with most of them has on its host."""
+    if has_host_lanes(layout):
+        return -(-pages // layout.host_lane_count)
     return int(np.bincount(layout.extend_lanes(0, 0, pages), minlength=layout.lane_count).max())
 
 
@@ -165,7 +169,7 @@ def _sweep_sizes(
     """
     if not points:
         return ()
-    lanes = [layout.lane_count for layout in layouts]
+    lanes = [host_lanes(layout).count for layout in layouts]
     all_in_largest, all_in_smallest = (-(-distinct_pages // count) for count in (max(lanes), min(lanes)))
     low = max(1, min(config.device_pages // 2, config.host_pages))
     high = max(min(all_in_smallest, max(all_in_largest, CHOSEN_ABOVE * config.host_pages)), 2 * low)

@@ -25,6 +25,7 @@ from sglang.srt.mem_cache.hicache.settings import HiCacheSettings
 from sglang.srt.mem_cache.hicache.tree.calls import Insertion
 from sglang.srt.mem_cache.hicache.tree.parts import build_tree_parts
 from sglang.srt.mem_cache.hicache.tree.report import TrafficReport
+from sglang.srt.mem_cache.layouts.facts import host_lanes
 from sglang.srt.mem_cache.layouts.protocol import KVLayoutStrategy, MetadataT
 
 if TYPE_CHECKING:
@@ -88,7 +89,7 @@ class CacheSimulation(Generic[MetadataT]):
         self._lanes: dict[int, LaneArray] = {base: layout.extend_lanes(base, 0, longest) for base in set(bases)}
         self.slots = CountingSlots(layout, device_pages, longest)
         self.controller = CountingController(
-            layout, self.slots, HostLedger(lane_count=layout.lane_count, capacity_pages=host_pages)
+            layout, self.slots, HostLedger(lane_count=host_lanes(layout).count, capacity_pages=host_pages)
         )
         settings = HiCacheSettings(write_policy=policy)  # thresholds in tokens
         least_pages = -(-settings.load_back_threshold // self._page_size)

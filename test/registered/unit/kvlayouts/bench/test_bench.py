@@ -124,7 +124,7 @@ class TestNothingToDivideBy(CustomTestCase):
 
     def test_prompts_that_share_nothing_give_times_and_no_ratio_of_tokens_found(self) -> None:
         trace = read_trace(DEFAULT_TRACE, max_requests=2)
-        names = *SGLANG_TREES, requests.IDENTITY, requests.SHARDED, requests.BY_TOKEN
+        names = *SGLANG_TREES, requests.IDENTITY, *requests.SHARED, requests.BY_TOKEN
         for found, ratio in ((0, None), (64, 1.0)):
             subjects = {name: mock.Mock(serve=mock.Mock(return_value=found)) for name in names}
             with (
