@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.layouts.registry import AnyKVLayoutStrategy
 
 _LIGHT: Final = (
-    *("layouts.errors", "layouts.config", "layouts.registry"),
+    *("layouts.errors", "layouts.config", "layouts.registry", "layouts.capabilities", "layouts.facts"),
     *("hicache", "hicache.server", "hicache.host", "hicache.device"),
 )
 """What knows names and settings of strategies and sizes of pools. Neither PyTorch nor SGLang comes with it."""

@@ -62,7 +62,7 @@ def _pipe_that_nobody_reads() -> TextIO:
 
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch, identity: LayoutResult, sharded: LayoutResult) -> _Driver:
-    driver = _Driver({"identity": identity, "cp_shared": sharded})
+    driver = _Driver({"identity": identity, "cp_shared": sharded, "host_shared": sharded})
     monkeypatch.setitem(sys.modules, DRIVER, driver)
     return driver
 
@@ -78,7 +78,7 @@ def trace_file(tmp_path: Path) -> Path:
 BAD_ARGUMENTS = {
     "--layout nonesuch": "--layout nonesuch: unknown; known layouts are identity, cp_shared",
     "--layout identity --layout identity": "--layout identity: given twice",
-    "--layout-config {}": "--layout-config {}: needs exactly one --layout, got 2",
+    "--layout-config {}": "--layout-config {}: needs exactly one --layout, got 3",
     "--layout nonesuch --layout-config {}": "--layout nonesuch: unknown; known layouts are identity, cp_shared",
     "--layout identity --layout-config {": "--layout-config must be JSON or @FILE with JSON, got '{': ",
     '--layout cp_shared --layout-config {"a":1}': "--layout cp_shared: --layout-config: layout 'cp_shared' has no "
@@ -216,7 +216,7 @@ def test_a_good_run_exits_with_0_and_writes_table_json_picture_and_page(
     assert status == 0
     assert "cp_shared: 2.0x the capacity per rank of identity" in captured.out.splitlines()[-1]
     assert "\x1b" not in captured.out + captured.err
-    assert list(json.loads(out.read_text(encoding="utf-8"))["layouts"]) == ["identity", "cp_shared"]
+    assert list(json.loads(out.read_text(encoding="utf-8"))["layouts"]) == ["identity", "cp_shared", "host_shared"]
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert "<title>KV cache replay of requests.jsonl</title>" in page.read_text(encoding="utf-8")
     assert driver.config is not None
@@ -262,7 +262,7 @@ def test_the_command_in_the_results_leads_to_the_same_run(arguments: str, trace_
 
 def test_without_arguments_the_shipped_trace_runs_with_the_documented_defaults(driver: _Driver) -> None:
     assert command.main(["replay"]) == 0
-    assert driver.config == ReplayConfig(layouts=("identity", "cp_shared"), device_tokens=2145 * 64)
+    assert driver.config == ReplayConfig(layouts=("identity", "cp_shared", "host_shared"), device_tokens=2145 * 64)
     assert driver.trace is not None
     assert (driver.trace.name, len(driver.trace.requests)) == ("conversation_trace_head.jsonl", 1000)
 
@@ -339,7 +339,7 @@ def test_a_command_whose_table_nobody_reads_writes_its_files_all_the_same(
     out = trace_file.with_suffix(".json")
     monkeypatch.setattr(sys, "stdout", _pipe_that_nobody_reads())
     assert command.main(["replay", str(trace_file), "--json", str(out)]) == 141
-    assert list(json.loads(out.read_text(encoding="utf-8"))["layouts"]) == ["identity", "cp_shared"]
+    assert list(json.loads(out.read_text(encoding="utf-8"))["layouts"]) == ["identity", "cp_shared", "host_shared"]
 
 
 def test_progress_that_nobody_reads_any_more_ends_the_run(
@@ -398,7 +398,9 @@ def test_progress_without_a_terminal_is_four_plain_lines_a_layout(
 ) -> None:
     assert command.main(["replay", str(trace_file)]) == 0
     assert driver.config is not None
-    expected = [f"{name}: {done} of 8 requests" for name in ("identity", "cp_shared") for done in (2, 4, 6, 8)]
+    expected = [
+        f"{name}: {done} of 8 requests" for name in ("identity", "cp_shared", "host_shared") for done in (2, 4, 6, 8)
+    ]
     assert capsys.readouterr().err.splitlines() == expected
 
 
