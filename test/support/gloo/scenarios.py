@@ -17,7 +17,7 @@ from sglang.srt.mem_cache.hicache.device.pools import bytes_of as device_bytes_o
 from sglang.srt.mem_cache.hicache.environment import agreement_groups, refuse_lanes_that_ranks_share
 from sglang.srt.mem_cache.hicache.host.pools import host_bytes_of
 from sglang.srt.mem_cache.hicache.tree.calls import Insertion
-from sglang.srt.mem_cache.layouts import CpSharedLayout, LayoutConfigError
+from sglang.srt.mem_cache.layouts import CpSharedLayout, HostSharedLayout, LayoutConfigError
 from support.caches import Rank, chain, make_allocator, make_device_pool, make_layout, make_params, page_views
 from support.gloo.traffic import RankTraffic, TrafficReport
 from support.groups import chain_lanes, pages_of
@@ -211,9 +211,11 @@ def two_stages(world: World, *, capacities: list[int], ready: list[int]) -> tupl
     return capacity, agreed
 
 
-def lanes_that_ranks_share(world: World, *, lanes: list[int], counts: list[int]) -> str:
-    """What each rank is told at start, where rank i stores lane ``lanes[i]`` of ``counts[i]``."""
-    layout = CpSharedLayout(page_size=4, shard_size=counts[world.number], shard_rank=lanes[world.number])
+def lanes_that_ranks_share(
+    world: World, *, kind: type[CpSharedLayout | HostSharedLayout], lanes: list[int], counts: list[int]
+) -> str:
+    """What each rank is told at start, where rank i has lane, or host lane, ``lanes[i]`` of ``counts[i]``."""
+    layout = kind(page_size=4, shard_size=counts[world.number], shard_rank=lanes[world.number])
     try:
         refuse_lanes_that_ranks_share(layout, world.group, peer_seconds=60)
     except LayoutConfigError as error:

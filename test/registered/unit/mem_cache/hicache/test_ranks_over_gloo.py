@@ -15,7 +15,7 @@ from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.test_utils import CustomTestCase
 from typing_extensions import override
 
-from sglang.srt.mem_cache.layouts import PoolKind
+from sglang.srt.mem_cache.layouts import CpSharedLayout, HostSharedLayout, PoolKind
 from support.caches import CacheSpec
 from support.gloo.ranks import GlooRanks
 from support.gloo.scenarios import (
@@ -100,7 +100,18 @@ class TestRanksOverGloo(CustomTestCase):
             ([0, 0, 0, 0], [1, 1, 4, 1], "ranks 0 to 3 store lanes 0, 0, 0, 0 of 1, 1, 4, 1; accepted: 4 lanes"),
         ):
             with self.subTest(lanes=lanes, counts=counts):
-                answers = self.ranks.run(4, lanes_that_ranks_share, lanes=lanes, counts=counts)
+                answers = self.ranks.run(4, lanes_that_ranks_share, kind=CpSharedLayout, lanes=lanes, counts=counts)
+                self.assertEqual(len(set(answers)), 1)
+                self.assertRegex(answers[0], told)
+
+    def test_ranks_whose_processes_were_given_host_lanes_that_do_not_fit_all_refuse_alike(self) -> None:
+        for lanes, counts, told in (
+            ([3, 1, 0, 2], [4, 4, 4, 4], "^$"),
+            ([0, 1, 1, 3], [4, 4, 4, 4], "ranks 0 to 3 back up host lanes 0, 1, 1, 3 of 4; accepted: each lane"),
+            ([0, 1, 2, 3], [4, 4, 5, 4], "ranks 0 to 3 back up host lanes 0, 1, 2, 3 of 4, 4, 5, 4; accepted"),
+        ):
+            with self.subTest(lanes=lanes, counts=counts):
+                answers = self.ranks.run(4, lanes_that_ranks_share, kind=HostSharedLayout, lanes=lanes, counts=counts)
                 self.assertEqual(len(set(answers)), 1)
                 self.assertRegex(answers[0], told)
 
