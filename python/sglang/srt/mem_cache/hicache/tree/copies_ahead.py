@@ -81,7 +81,7 @@ class CopiesAhead(Generic[MetadataT]):
         for leaf in lacking:
             if not self._backups.back_up_path(leaf):
                 break
+            self._backups.submit()  # by itself: an eviction that waits for this leaf waits for no later one
         for leaf in leaves:
             copies.release(leaf)
-        self._backups.submit()  # now, before the next forward pass: the next eviction may have to wait for them
         return bool(lacking)
