@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     import torch
+    from sglang.srt.mem_cache.memory_pool import KVCache
 
     from sglang.srt.mem_cache.hicache.tree.node import LayoutTreeNode
     from sglang.srt.mem_cache.layouts.pages import LaneArray, PageArray
@@ -85,16 +86,28 @@ class Request:
 
 
 class Group:
-    """The ranks of one shard group; `host_pages` sizes their host pools where they differ."""
+    """The ranks of one shard group; `host_pages` and `device_pools` are theirs where they differ."""
 
-    def __init__(self, spec: CacheSpec, *, host_pages: Sequence[int] | None = None) -> None:
+    def __init__(
+        self,
+        spec: CacheSpec,
+        *,
+        host_pages: Sequence[int] | None = None,
+        device_pools: Sequence[KVCache] | None = None,
+    ) -> None:
         self.spec = spec
         self.lockstep = Lockstep(spec.ranks)
         sizes = list(host_pages) if host_pages is not None else [spec.host_pages] * spec.ranks
         self.capacity_pages = min(sizes)
         self.lockstep.gather([[size] for size in sizes])
         self.ranks = [
-            Rank(spec, rank, Seat(lockstep=self.lockstep, rank=rank), host_ratio=(size - 0.5) / spec.device_pages)
+            Rank(
+                spec,
+                rank,
+                Seat(lockstep=self.lockstep, rank=rank),
+                device_pool=None if device_pools is None else device_pools[rank],
+                host_ratio=(size - 0.5) / spec.device_pages,
+            )
             for rank, size in enumerate(sizes)
         ]
         self.host_pages = sizes

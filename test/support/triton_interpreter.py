@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def interpreted(name: str) -> Iterator[ModuleType]:
     """The module `name`, loaded anew under another name: Triton decides when it decorates a function.
 
-    Its own functions were decorated when it was loaded; that of sums gives way to a reduction of the interpreter.
+    Its functions were decorated when it was loaded: that of sums is replaced by one of the interpreter's reductions.
     """
     found = importlib.util.find_spec(name)
     assert found is not None

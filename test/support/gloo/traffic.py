@@ -230,6 +230,7 @@ class RankTraffic:
 
     def settle_everything(self) -> None:
         """All copies of this rank end; the others may lag behind."""
+        self.rank.cache.parts.transfers.submit_backups()
         self.rank.engine.finish_writes()
         self.rank.engine.finish_loads()
 
