@@ -52,7 +52,8 @@ class Without(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     @override
     def exec_module(self, module: ModuleType) -> None:
         self.loader.exec_module(module)
-        delattr(module, self.name)
+        *above, name = self.name.split(".")
+        delattr(getattr(module, above[0]) if above else module, name)
 
 
 def look() -> dict[str, Any]:

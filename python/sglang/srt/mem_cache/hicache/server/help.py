@@ -31,10 +31,10 @@ def activate() -> str | None:
     """
     show_flags_in_help(sys.argv)
     try:
-        from ..cpu import platform
+        from ..cpu.platform import activate as applies
     except Exception:  # names that moved may raise anything
         return None
-    return platform.activate()
+    return applies()
 
 
 def show_flags_in_help(argv: Sequence[str]) -> None:

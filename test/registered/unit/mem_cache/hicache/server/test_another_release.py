@@ -30,7 +30,7 @@ LINE = f"needs SGLang {BOTH}, got 9.9.9; install sglang=={NEWEST} or drop the fl
 FLAG = "--kv-layout-strategy"
 PROGRAM = Path(__file__).parents[5] / "support" / "another_release.py"
 AN_IMPORT_OF_OURS = "sglang.srt.mem_cache.l2_transfer:L2TransferEngine"
-THE_TARGET_OF_A_HOOK = "sglang.srt.mem_cache.allocation:alloc_for_decode"
+THE_TARGET_OF_A_HOOK = "sglang.srt.mem_cache.kv_cache_configurator:KVCacheConfigurator.configure"
 
 
 def _run(gone: str, *arguments: str) -> subprocess.CompletedProcess[str]:
