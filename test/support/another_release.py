@@ -91,7 +91,11 @@ def look() -> dict[str, Any]:
 def main() -> None:
     """See above."""
     installed = importlib.metadata.version
-    importlib.metadata.version = lambda name: "9.9.9" if name == "sglang" else installed(name)
+
+    def version(distribution_name: str) -> str:
+        return "9.9.9" if distribution_name == "sglang" else installed(distribution_name)
+
+    importlib.metadata.version = version
     sys.meta_path.insert(0, Without(sys.argv.pop(1)))
     from sglang.srt.plugins import load_plugins
 

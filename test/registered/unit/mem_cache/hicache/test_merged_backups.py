@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import unittest
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 from sglang.test.ci.ci_register import register_cpu_ci
 
@@ -99,24 +100,23 @@ class TestMergedBackups(CacheTestCase):
     def test_what_is_queued_still_needs_its_rows(self) -> None:
         (rank,) = Group(CacheSpec(ranks=1)).ranks
         self.assertFalse(rank.controller.has_inflight_device_transfers())
-        rank.controller.write(rank.cache.slots.alloc_lanes(rank.layout.extend_lanes(0, 0, 1)), node_id=7)
+        pages = rank.cache.slots.alloc_lanes(rank.layout.extend_lanes(0, 0, 1))
+        assert pages is not None
+        rank.controller.write(pages, node_id=7)
         self.assertTrue(rank.controller.has_inflight_device_transfers())
 
     @unittest.skipUnless(SINCE_0_5_23, "older schedulers do not ask for it: a turn of the event loop does it there")
     def test_sglangs_scheduler_submits_when_it_has_put_a_batch_into_the_tree(self) -> None:
         scheduler = Scheduler(CacheSpec(ranks=1))
-        copies: list[Any] = []
-        transfer = scheduler.cache.cache_controller.transfer
-        submit = transfer.back_up
-        transfer.back_up = lambda plan: (copies.append(plan), submit(plan))[1]  # type: ignore[method-assign]  # counts
-        requests = [scheduler.start(chain(scheduler.spec, page, page + 10)) for page in BATCH]
-        self.assertEqual(copies, [])
-        for request in requests:
-            scheduler.finish(request)
         cache: Any = scheduler.cache  # older releases have no such call
-        cache.flush_pending_backups()
-        cache.flush_pending_backups()
-        self.assertEqual([plan.pages for plan in copies], [6])
+        transfer = scheduler.cache.cache_controller.transfer
+        requests = [scheduler.start(chain(scheduler.spec, page, page + 10)) for page in BATCH]
+        with mock.patch.object(transfer, "back_up", wraps=transfer.back_up) as submitted:
+            for request in requests:
+                scheduler.finish(request)
+            cache.flush_pending_backups()
+            cache.flush_pending_backups()
+        self.assertEqual([call.args[0].pages for call in submitted.call_args_list], [6])
         scheduler.settle()
         scheduler.check()
 

@@ -24,6 +24,7 @@ class PoolClasses(SRTPlatform):
 
     if SINCE_0_5_23:
 
+        @override
         def get_kv_pool_cls(self: HasPools, *, kind: PoolName) -> type:
             """See `HasPools`."""
             return self.pool_class(kind)
