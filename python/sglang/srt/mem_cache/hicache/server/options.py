@@ -12,8 +12,6 @@ import pkgutil
 import sys
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
-from typing_extensions import override
-
 from sglang.srt.mem_cache.layouts.errors import LayoutConfigError
 from sglang.srt.mem_cache.layouts.registry import known_layouts
 
@@ -28,26 +26,25 @@ _ENGINE_MODULE: Final = "sglang.srt.entrypoints.engine"
 def add_to_parser(parser: argparse.ArgumentParser, *, refusal: str | None = None) -> None:
     """Add three options, in a group of their own. With `refusal`, each ends the process with that line."""
     group = parser.add_argument_group("KV layout strategies (sglang-kv-layouts)")
-    refused: dict[str, Any] = {} if refusal is None else {"action": _Refused, "refusal": refusal}
     group.add_argument(
         STRATEGY_FLAG,
         metavar="NAME",
         default=None,
         help="Which rank keeps which KV page, on the device and on the host. "
         f"One of: {', '.join(known_layouts())}. Needs --enable-hierarchical-cache.",
-        **refused,
+        action="store" if refusal is None else _refused(argparse._StoreAction, refusal),  # noqa: SLF001  # see there
     )
     group.add_argument(
         CONFIG_FLAG,
         metavar="JSON|@FILE",
         default=None,
         help="Settings of the layout strategy, as a JSON object.",
-        **refused,
+        action="store" if refusal is None else _refused(argparse._StoreAction, refusal),  # noqa: SLF001
     )
     group.add_argument(
         CP_SHARED_FLAG,
         help=f"The same as {STRATEGY_FLAG} cp_shared: ranks share pages out.",
-        **({"nargs": 0, **refused} if refused else {"action": "store_true"}),
+        action="store_true" if refusal is None else _refused(argparse._StoreTrueAction, refusal),  # noqa: SLF001
     )
 
 
@@ -77,15 +74,15 @@ def refusing_factory(refusal: str) -> Callable[[Callable[..., Any]], Callable[..
     return factory
 
 
-class _Refused(argparse.Action):
-    """An option that ends the process with a line that says why."""
+def _refused(stored: type[argparse.Action], refusal: str) -> type[argparse.Action]:
+    """An action that ends the process with a line that says why.
 
-    def __init__(self, *positional: Any, refusal: str, **named: Any) -> None:  # noqa: ANN401  # argparse's
-        super().__init__(*positional, **named)
-        self._refusal = refusal
+    It is one of argparse's own kinds, for SGLang takes no others from a config file.
+    """
 
-    @override
-    def __call__(
-        self, parser: argparse.ArgumentParser, namespace: object, values: object, option_string: str | None = None
+    def refuse(
+        _self: object, parser: argparse.ArgumentParser, _namespace: object, _values: object, option_string: str
     ) -> NoReturn:
-        parser.exit(2, f"{parser.prog}: error: {option_string}: {self._refusal}\n")
+        parser.exit(2, f"{parser.prog}: error: {option_string}: {refusal}\n")
+
+    return type("_Refused", (stored,), {"__call__": refuse})
