@@ -75,7 +75,7 @@ def make_rank(rank: int) -> HiRadixCache[Any]:
 
 
 def compute_and_insert(cache: HiRadixCache[Any], tokens: array[int]) -> None:
-    """What a scheduler does for a prompt whose cached prefix is on the device: match, allocate, insert."""
+    """What a scheduler does for a prompt whose cached prefix is on the device: match, allocate, insert, copy."""
     found = cache.match(RadixKey(array("q", tokens))).slots
     cached = len(found) // PAGE
     base = cache.layout.chain_base(tokens[:PAGE].tobytes(), "")
@@ -83,6 +83,7 @@ def compute_and_insert(cache: HiRadixCache[Any], tokens: array[int]) -> None:
     assert pages is not None
     slots = torch.cat([found, cache.slots.slots(pages)])
     cache.put(Insertion(key=RadixKey(array("q", tokens)), value=slots))
+    cache.parts.transfers.submit_backups()
 
 
 def load_back(cache: HiRadixCache[Any], tokens: array[int]) -> None:

@@ -35,7 +35,7 @@ def register() -> None:
 
 
 def refuse_flags(refusal: str) -> None:
-    """Answer our flags with `refusal`: at once if the command line has one, else when a file or an `Engine` does."""
+    """Answer our flags with `refusal`: by `SystemExit` if the command line has one, else where one comes later."""
     for argument in sys.argv[1:]:
         flag = argument.partition("=")[0]
         if flag in KEYWORDS.values():
