@@ -16,7 +16,7 @@ class CudaInitialisedError(BaseException):
 
 
 def _visible() -> bool:
-    return os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1")
+    return os.environ.get("CUDA_VISIBLE_DEVICES", "0") == "0"
 
 
 def _initialise() -> NoReturn:
