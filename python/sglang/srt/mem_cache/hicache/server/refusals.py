@@ -421,18 +421,16 @@ def refuse_what_does_not_fit(facts: ServerFacts, asked: str, *, sharded: bool) -
 
 
 def rules_as_markdown() -> str:
-    """The table as the documentation shows it: one for each answer and scope. To drop something goes without saying."""
-    tables = []
+    """The table as the documentation shows it, a list for each answer and scope. What to do instead a refusal says."""
+    lists = []
     for answer in Answer:
         for scope in Scope:
             rows = [rule for rule in RULES if rule.answer is answer and rule.scope is scope]
             if rows:
-                heading = f"{answer.value.capitalize()} ({scope.value}):"
-                table = ["| Setting | Why, and what to do |", "|---|---|"]
-                table += [f"| {rule.setting} | {rule.why}{_advice(rule)} |" for rule in rows]
-                tables.append("\n".join([heading, "", *table, ""]))
-    return "\n".join(tables)
+                lines = [f"- {rule.setting}: {_reason(rule)}\n" for rule in rows]
+                lists.append(f"{answer.value.capitalize()} ({scope.value}):\n\n{''.join(lines)}")
+    return "\n".join(lists)
 
 
-def _advice(rule: Rule) -> str:
-    return "" if rule.remedy.startswith("drop") else f"; {rule.remedy}"
+def _reason(rule: Rule) -> str:
+    return rule.why if rule.answer is Answer.REFUSED else f"{rule.why}; {rule.remedy}"
