@@ -11,6 +11,7 @@ from kvlayouts.common.errors import InputError
 from kvlayouts.common.own_flags import in_own_words
 from kvlayouts.common.strategies import create_group, create_rank
 from kvlayouts.common.trace import check_device_tokens
+from kvlayouts.common.values import ceil_div
 from kvlayouts.plan.prompts import read_prompts
 from kvlayouts.plan.refusal import refuse_as_a_server
 from kvlayouts.plan.results import LayoutPlan, Plan, SweepPoint
@@ -166,7 +167,7 @@ def _sweep_sizes(
     if not points:
         return ()
     lanes = [layout.lane_count for layout in layouts]
-    all_in_largest, all_in_smallest = (-(-distinct_pages // count) for count in (max(lanes), min(lanes)))
+    all_in_largest, all_in_smallest = (ceil_div(distinct_pages, count) for count in (max(lanes), min(lanes)))
     low = max(1, min(config.device_pages // 2, config.host_pages))
     high = max(min(all_in_smallest, max(all_in_largest, CHOSEN_ABOVE * config.host_pages)), 2 * low)
     sizes = [round(size) for size in np.geomspace(low, high, points)]

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Final
 
 from kvlayouts.common.errors import RunError
+from kvlayouts.common.values import ceil_div
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -75,7 +76,7 @@ class HitSeriesRecorder:
 
     def __init__(self, requests: int, points: int = HIT_SERIES_POINTS) -> None:
         self._requests = requests
-        self._window_requests = max(1, -(-requests // points))
+        self._window_requests = max(1, ceil_div(requests, points))
         self._done = 0
         self._window = Counter[str]()
         self._points: list[HitPoint] = []

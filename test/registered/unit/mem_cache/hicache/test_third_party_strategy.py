@@ -23,7 +23,7 @@ from kvlayouts.main import main
 from sglang.srt.mem_cache.hicache.check import installation
 from sglang.srt.mem_cache.hicache.server import args as server_args
 from sglang.srt.mem_cache.hicache.server.choice import choice_of
-from sglang.srt.mem_cache.hicache.server.refusals import ModelFacts, ServerFacts
+from sglang.srt.mem_cache.hicache.server.facts import ModelFacts, ServerFacts
 from sglang.srt.mem_cache.layouts import LayoutConfigError
 from sglang.srt.mem_cache.layouts.registry import known_layouts
 from support.fork_server import forking_context_for_tests

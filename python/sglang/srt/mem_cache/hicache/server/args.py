@@ -22,9 +22,10 @@ from sglang.srt.mem_cache.layouts.registry import known_layouts
 from ..releases import supported_releases
 from ..seam.server_flags import attention_groups
 from .choice import CONFIG_FLAG, CP_SHARED_FLAG, RADIX_BACKEND, STRATEGY_FLAG, attach_choice, choice_of, choose
+from .facts import ServerFacts
 from .graphs import phases_asked_for, phases_with_graphs, turn_graphs_off
 from .hooks import refuse_missing_hooks
-from .refusals import ServerFacts, refuse_what_does_not_fit
+from .refusals import refuse_what_does_not_fit
 from .values import refuse_sizes, refuse_values
 
 if TYPE_CHECKING:
