@@ -18,7 +18,7 @@ import numpy as np
 
 from kvlayouts.common.errors import RunError
 from kvlayouts.common.strategies import create_rank
-from kvlayouts.explain.free_pages import HostPages, SlotPages
+from kvlayouts.explain.made_up_pages import HostPages, SlotPages
 from sglang.srt.mem_cache.layouts.errors import LayoutConfigError, LayoutInvariantError
 from sglang.srt.mem_cache.layouts.testing_metadata import stored_arrays
 
