@@ -213,6 +213,20 @@ def _shown(value: object) -> str:
     return f"{text[:37]}..." if len(text) > 40 else text or "(an empty line)"
 
 
+def trace_json(trace: Trace) -> dict[str, object]:
+    """What a results file says about its trace."""
+    hits = trace.infinite_cache_hits()
+    return {
+        "name": trace.name,
+        "requests": len(trace.requests),
+        "block_tokens": trace.block_tokens,
+        "prompt_tokens": trace.prompt_tokens,
+        "longest_prompt_tokens": trace.longest_prompt_tokens,
+        "infinite_cache_hit_share": hits.token_share,
+        "infinite_cache_block_hit_share": hits.block_share,
+    }
+
+
 def prompt_room_tokens(trace: Trace, page_size: int) -> int:
     """Tokens of the longest prompt, rounded up to whole pages: the slots that it takes."""
     return ceil_div(trace.longest_prompt_tokens, page_size) * page_size

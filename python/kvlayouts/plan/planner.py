@@ -56,7 +56,7 @@ def _strategies(config: PlanConfig, trace: Trace) -> tuple[dict[str, AnyKVLayout
     accepted: dict[str, AnyKVLayoutStrategy] = {}
     refused: dict[str, str] = {}
     for name in config.layouts:
-        layout = create_group(name, page_size=config.page_size, ranks=config.cp_size, options=config.options)[0]
+        layout = create_group(name, page_size=config.page_size, shard_size=config.cp_size, options=config.options)[0]
         try:
             _refuse_as_a_server(config, layout)
             layout.validate(_environment(config, layout))
@@ -145,7 +145,7 @@ def _plan_layout(
 def _in_pages(config: PlanConfig, name: str) -> AnyKVLayoutStrategy:
     """The strategy with pages of one token: the simulation counts in pages, and asks nothing that depends on a size."""
     try:
-        return create_rank(name, page_size=1, ranks=config.cp_size, rank=0, options=config.options)
+        return create_rank(name, page_size=1, shard_size=config.cp_size, rank=0, options=config.options)
     except InputError as error:
         raise InputError(f"{error}; plan counts in pages and needs a strategy that takes --page-size 1") from error
 

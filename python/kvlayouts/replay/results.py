@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Final
 
 from kvlayouts.common.errors import RunError
+from kvlayouts.common.trace import trace_json
 from kvlayouts.common.values import ceil_div
 
 if TYPE_CHECKING:
@@ -214,17 +215,8 @@ class LayoutResult:
 
 def to_json(config: ReplayConfig, trace: Trace, results: Mapping[str, LayoutResult]) -> dict[str, object]:
     """The run as plain JSON values: `trace`, `config` (every option), `command` to run it again, `layouts` by name."""
-    hits = trace.infinite_cache_hits()
     return {
-        "trace": {
-            "name": trace.name,
-            "requests": len(trace.requests),
-            "block_tokens": trace.block_tokens,
-            "prompt_tokens": trace.prompt_tokens,
-            "longest_prompt_tokens": trace.longest_prompt_tokens,
-            "infinite_cache_hit_share": hits.token_share,
-            "infinite_cache_block_hit_share": hits.block_share,
-        },
+        "trace": trace_json(trace),
         "config": {
             "trace": None if trace.path is None else str(trace.path),
             "requests": len(trace.requests),
