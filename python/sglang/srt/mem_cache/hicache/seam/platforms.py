@@ -20,6 +20,7 @@ class PoolClasses(SRTPlatform):
 
     if SINCE_0_5_23:
 
+        @override
         def get_kv_pool_cls(self, *, kind: PoolName) -> type:
             """See `pool_class`."""
             return self.pool_class(kind)

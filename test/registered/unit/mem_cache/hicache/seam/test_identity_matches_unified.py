@@ -34,6 +34,7 @@ from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.test_utils import CustomTestCase
+from typing_extensions import override
 
 from sglang.srt.mem_cache.hicache.assemble import assemble_cache
 from sglang.srt.mem_cache.hicache.cpu.support import install_cpu_support
@@ -145,6 +146,7 @@ class Side:
 
 class TestIdentityMatchesUnified(CustomTestCase):
     @classmethod
+    @override
     def setUpClass(cls) -> None:
         super().setUpClass()
         install_cpu_support()
