@@ -1,7 +1,5 @@
-from typing import Any
-
 from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool
 
 class LayerSplitDSATokenToKVPool(DSATokenToKVPool):
     layer_shard_size: int
-    def __init__(self, *args: Any, layer_shard_rank: int, layer_shard_size: int, **kwargs: Any) -> None: ...
+    def __init__(self, *args: object, layer_shard_rank: int, layer_shard_size: int, **kwargs: object) -> None: ...
