@@ -13,9 +13,11 @@ from kvlayouts.common.errors import InputError
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.hicache.accepted import DSA_PAGE_SIZE as DSA_PAGE_SIZE
     from sglang.srt.mem_cache.hicache.accepted import WritePolicy as WritePolicy
+    from sglang.srt.mem_cache.layouts.rounding import ceil_div as ceil_div
 else:
     _accepted = load_alone("hicache.accepted")
     DSA_PAGE_SIZE, WritePolicy = _accepted.DSA_PAGE_SIZE, _accepted.WritePolicy
+    ceil_div = load_alone("layouts.rounding").ceil_div
 
 PoolName: TypeAlias = Literal["dsa", "mla", "mha"]
 EvictionPolicy: TypeAlias = Literal["lru", "lfu", "fifo", "mru", "filo", "priority", "slru"]

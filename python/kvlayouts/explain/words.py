@@ -17,10 +17,10 @@ MOST_LANES: Final = 12
 
 
 def headline(story: NodeStory) -> str:
-    """Layout, ranks, page size."""
+    """Layout, ranks, lanes, page size."""
     config = story.config
-    lanes = "one lane: every rank stores every page" if story.lane_count == 1 else f"{story.lane_count} lanes"
-    return f"{config.layout}: {count(config.ranks, 'rank')}, {lanes}, pages of {count(config.page_size, 'token')}"
+    ranks, lanes = count(config.shard_size, "rank"), count(story.lane_count, "lane")
+    return f"{config.layout}: {ranks}, {lanes}, pages of {count(config.page_size, 'token')}"
 
 
 def node_line(story: NodeStory) -> str:
@@ -35,8 +35,7 @@ def node_line(story: NodeStory) -> str:
 
 def chain_line(story: NodeStory) -> str:
     """Where the chain starts, and how its pages are spread."""
-    pages = "host pages needed" if story.lane_count == 1 else "host pages needed in each lane"
-    return f"The chain starts in lane {story.base}; {pages}: {by_lane(story.demand_pages)}"
+    return f"The chain starts in lane {story.base}; host pages needed in each lane: {by_lane(story.demand_pages)}"
 
 
 def by_lane(pages: Sequence[int]) -> str:
@@ -48,7 +47,7 @@ def by_lane(pages: Sequence[int]) -> str:
 def metadata_line(story: NodeStory) -> str:
     """Metadata bytes of all ranks."""
     total = sum(rank.metadata_bytes for rank in story.ranks)
-    each = total / story.config.pages / story.config.ranks
+    each = total / story.config.pages / story.config.shard_size
     return f"Metadata: {total:,} bytes on all ranks, {each:.3g} a page and rank"
 
 

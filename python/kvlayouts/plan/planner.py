@@ -11,6 +11,7 @@ from kvlayouts.common.errors import InputError
 from kvlayouts.common.own_flags import in_own_words
 from kvlayouts.common.strategies import create_group, create_rank
 from kvlayouts.common.trace import check_device_tokens
+from kvlayouts.common.values import ceil_div
 from kvlayouts.plan.prompts import read_prompts
 from kvlayouts.plan.refusal import refuse_as_a_server
 from kvlayouts.plan.results import LayoutPlan, Plan, SweepPoint
@@ -55,7 +56,7 @@ def _strategies(config: PlanConfig, trace: Trace) -> tuple[dict[str, AnyKVLayout
     accepted: dict[str, AnyKVLayoutStrategy] = {}
     refused: dict[str, str] = {}
     for name in config.layouts:
-        layout = create_group(name, page_size=config.page_size, ranks=config.cp_size, options=config.options)[0]
+        layout = create_group(name, page_size=config.page_size, shard_size=config.cp_size, options=config.options)[0]
         try:
             _refuse_as_a_server(config, layout)
             layout.validate(_environment(config, layout))
@@ -144,7 +145,7 @@ def _plan_layout(
 def _in_pages(config: PlanConfig, name: str) -> AnyKVLayoutStrategy:
     """The strategy with pages of one token: the simulation counts in pages, and asks nothing that depends on a size."""
     try:
-        return create_rank(name, page_size=1, ranks=config.cp_size, rank=0, options=config.options)
+        return create_rank(name, page_size=1, shard_size=config.cp_size, rank=0, options=config.options)
     except InputError as error:
         raise InputError(f"{error}; plan counts in pages and needs a strategy that takes --page-size 1") from error
 
@@ -166,7 +167,7 @@ def _sweep_sizes(
     if not points:
         return ()
     lanes = [layout.lane_count for layout in layouts]
-    all_in_largest, all_in_smallest = (-(-distinct_pages // count) for count in (max(lanes), min(lanes)))
+    all_in_largest, all_in_smallest = (ceil_div(distinct_pages, count) for count in (max(lanes), min(lanes)))
     low = max(1, min(config.device_pages // 2, config.host_pages))
     high = max(min(all_in_smallest, max(all_in_largest, CHOSEN_ABOVE * config.host_pages)), 2 * low)
     sizes = [round(size) for size in np.geomspace(low, high, points)]

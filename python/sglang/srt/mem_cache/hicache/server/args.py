@@ -20,10 +20,11 @@ from sglang.srt.mem_cache.layouts.owners import shares_pages_out
 from ..seam.installed import unsupported
 from ..seam.server_flags import attention_groups
 from .choice import KEYWORDS, RADIX_BACKEND, STRATEGY_FLAG, attach_choice, choice_of, choose
+from .facts import ServerFacts
 from .graphs import phases_asked_for, phases_with_graphs, turn_graphs_off
 from .hooks import missing_hooks, refuse_missing_hooks
 from .options import add_to_parser
-from .refusals import ServerFacts, refuse_what_does_not_fit
+from .refusals import refuse_what_does_not_fit
 from .values import refuse_sizes, refuse_values
 
 if TYPE_CHECKING:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Generic
 from sglang.srt.mem_cache.layouts.protocol import KVLayoutStrategy, MetadataT
 
 from .accounting import Accounting
+from .acks import Transfers
 from .backups import Backups
 from .copies_ahead import CopiesAhead
 from .device_room import DeviceRoom
@@ -25,7 +26,6 @@ from .host_room import HostRoom
 from .in_flight import InFlight
 from .load_backs import LoadBacks
 from .radix_tree import LayoutRadixTree
-from .transfers import Transfers
 
 if TYPE_CHECKING:
     from collections.abc import Callable

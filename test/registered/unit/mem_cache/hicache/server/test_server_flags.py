@@ -24,8 +24,10 @@ from sglang.srt.mem_cache.hicache.seam import installed
 from sglang.srt.mem_cache.hicache.server import args as server_args
 from sglang.srt.mem_cache.hicache.server import hook_table, hooks, refusals
 from sglang.srt.mem_cache.hicache.server.choice import LayoutChoice, choice_of, choose
+from sglang.srt.mem_cache.hicache.server.facts import ServerFacts
 from sglang.srt.mem_cache.hicache.server.help import show_flags_in_help
-from sglang.srt.mem_cache.hicache.server.refusals import RULES, Answer, Rule, Scope, ServerFacts, applying
+from sglang.srt.mem_cache.hicache.server.refusals import RULES, applying
+from sglang.srt.mem_cache.hicache.server.rule import Answer, Rule, Scope
 from sglang.srt.mem_cache.layouts import LayoutConfigError
 from support.replays import FAULTY_LAYOUTS
 from support.server_cases import CASES, GOOD, MLA, is_known, make_facts, sglang_args

@@ -12,7 +12,7 @@ from unittest import mock
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.test.ci.ci_register import register_cpu_ci
 
-from sglang.srt.mem_cache.hicache.tree.eviction_order import EvictionOrder
+from sglang.srt.mem_cache.hicache.tree.leaf_heap import EvictionOrder
 from support.caches import CacheSpec, CacheTestCase, chain
 from support.groups import Group
 
