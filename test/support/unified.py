@@ -123,8 +123,9 @@ class UnifiedScheduler(WritingScheduler):
         params = make_params(
             spec, allocator, req_to_token_pool=self.pool, tp_cache_group=dist.group.WORLD, tree_core_backend=core
         )
-        self.cache = make_tree(UNIFIED, params, server_args)
-        self.cache.load_back_threshold = spec.load_back_pages * spec.page_size
+        self._theirs = make_tree(UNIFIED, params, server_args)
+        self.cache = self._theirs
+        self._theirs.load_back_threshold = spec.load_back_pages * spec.page_size
         self.running = None
         self.chunked = []
         self._names = self.host_hits = self.retractions = 0
@@ -132,4 +133,4 @@ class UnifiedScheduler(WritingScheduler):
     @property
     @override
     def host_pool(self) -> Any:
-        return self.cache.host_pool_group
+        return self._theirs.host_pool_group
