@@ -112,7 +112,7 @@ class HitSeriesRecorder:
 class LayoutResult:
     """One layout's replay. Tuples ending in `_per_rank` have one entry per rank; the other `_per_rank` sizes are equal
     on all ranks. Tokens are logical, bytes physical. Pages are those that a rank's pools have in use at the end;
-    `_capacity_pages` is what the pools of one rank hold.
+    `_capacity_pages` is what the pools of one rank hold. `tree_digest` is rank 0's at the end, in hexadecimal.
 
     Construction raises `RunError` where the parts do not add up to the prompts, or the tuples differ in length.
     """
@@ -135,6 +135,7 @@ class LayoutResult:
     write_acks_per_rank: tuple[int, ...]
     load_acks_per_rank: tuple[int, ...]
     digests_equal: bool
+    tree_digest: str
     verified_tokens: int
     mismatched_tokens: int
     seconds: float

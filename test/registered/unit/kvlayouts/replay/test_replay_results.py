@@ -172,6 +172,7 @@ def test_the_json_form_has_every_promised_key_and_survives_a_round_trip(
         "write_acks_per_rank": [1234, 1234],
         "load_acks_per_rank": [7, 7],
         "digests_equal": True,
+        "tree_digest": "0123456789abcdef",
         "verified_tokens": 4321,
         "mismatched_tokens": 0,
         "seconds": 1.5,
