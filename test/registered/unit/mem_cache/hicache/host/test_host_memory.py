@@ -227,10 +227,10 @@ class TestInTheParent(CacheTestCase):
         nan, inf = float("nan"), float("inf")
         for field, flag, values in (
             ("hicache_ratio", "--hicache-ratio", (0.0, -1.0, nan, inf, -inf, 1e9, "2")),
-            ("hicache_size", "--hicache-size", (-3, nan, inf, True)),
+            ("hicache_size", "--hicache-size", (-3, nan, inf, True, 10**400, 1e300)),
             ("page_size", "--page-size", (0, -1, 1.5)),
             ("tp_size", "--tp-size", (0, -2)),
-            ("max_total_tokens", f"--max-total-tokens with --page-size {PAGE}:", (0, -1, 10, 63)),
+            ("max_total_tokens", f"--max-total-tokens with --page-size {PAGE}:", (0, -1, 10, 63, 10**400)),
             ("hicache_write_policy", "--hicache-write-policy", ("write_around",)),
             ("hicache_mem_layout", "--hicache-io-backend", ("page_head", "page_first_kv_split", "rows")),
             ("radix_eviction_policy", "--radix-eviction-policy", ("random",)),
