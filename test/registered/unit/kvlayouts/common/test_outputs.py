@@ -31,15 +31,16 @@ def _writes_all(path: Path) -> None:
 
 
 def test_a_file_that_cannot_be_written_leaves_no_half_of_it_and_costs_none_of_the_others(tmp_path: Path) -> None:
-    broken, whole, old = tmp_path / "broken", tmp_path / "whole", tmp_path / "old"
+    before, broken, whole, old = (tmp_path / name for name in ("before", "broken", "whole", "old"))
     old.write_text("before", encoding="utf-8")
     with pytest.raises(RunError, match=r"^--json .*broken: cannot be written: No space left on device$"):
         deliver(
             lambda _console: None,
+            Output(flag="--plot", path=before, write=_writes_all),
             Output(flag="--json", path=broken, write=_fails_half_way),
             Output(flag="--report", path=whole, write=_writes_all),
         )
-    assert whole.read_text(encoding="utf-8") == "all"
+    assert (before.read_text(encoding="utf-8"), whole.read_text(encoding="utf-8")) == ("all", "all")
     assert not broken.exists()
     with pytest.raises(RunError):
         deliver(lambda _console: None, Output(flag="--json", path=old, write=_fails_half_way))

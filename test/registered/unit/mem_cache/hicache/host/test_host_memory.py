@@ -132,6 +132,12 @@ class TestOneMachine(CacheTestCase):
         with self.assertRaisesRegex(LayoutConfigError, r"^--hicache-size 0\.000110592: leaves no host page"):
             build_host_pool(device, size_gb=page_gb / 2, page_size=PAGE, mem_layout="layer_first")
 
+    def test_a_bound_that_is_told_is_accepted_also_where_three_digits_are_not_enough(self) -> None:
+        sizes: dict[str, Any] = {"device_tokens": 1250, "page_size": 3, "kv_slot_bytes": 1}
+        with self.assertRaisesRegex(LayoutConfigError, r"must be at least 0\.00241$"):
+            host_pages(ratio=0.0024, gigabytes=0, **sizes)  # exactly the 3 tokens of a page, but not in binary
+        self.assertEqual(host_pages(ratio=0.00241, gigabytes=0, **sizes), 1)
+
     def test_ranks_of_one_machine_are_those_of_all_data_parallel_copies_over_the_nodes(self) -> None:
         for sizes, expected in (
             ((8, 1, 1, False, 1), 8),
