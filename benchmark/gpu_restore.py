@@ -139,6 +139,7 @@ class Restore:
         started = time.perf_counter()
         with synchronisation_forbidden():
             self.cache.put(Insertion(key=key, value=value, slot_pages=pages))
+            self.cache.parts.transfers.submit_backups()
         inserted = time.perf_counter() - started
         torch.cuda.synchronize()
         ack = self.cache.cache_controller.ack_write_queue[-1]

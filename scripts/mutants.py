@@ -1,20 +1,26 @@
 """Break one line of a copy of the code at a time and see that a test notices: `python scripts/mutants.py [NUMBER ...]`.
 
-scripts/mutants.toml lists the lines; docs/faults.md says which fault each one stands for. SGLang is imported once, and
-each broken copy is tried in a child that imports our packages from the copy. Nothing in the checkout changes.
-The exit status is 1 if a broken copy passes its tests, or the code as it is does not.
+scripts/mutants.toml lists the lines; docs/faults.md says which fault each one stands for. A NUMBER is a mutant's (12.2)
+or that of a row of faults, for all of its mutants (12). `--part 2/5` takes every fifth one, from the second on.
+
+SGLang is imported once, and each broken copy is tried in a child that imports our packages from the copy, as do the
+processes that it starts. Nothing in the checkout changes. The exit status is 1 if a broken copy passes its tests, or
+the code as it is does not.
 """
 
 from __future__ import annotations
 
+import argparse
 import importlib
-import importlib.abc
-import importlib.util
+import importlib.metadata
 import os
+import re
+import runpy
 import shutil
 import signal
 import sys
 import tempfile
+import time
 import tomllib
 from contextlib import suppress
 from dataclasses import dataclass
@@ -22,12 +28,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from typing_extensions import override
+from broken_copy import sitecustomize
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
-    from importlib.machinery import ModuleSpec
-    from types import ModuleType
 
 ROOT = Path(__file__).resolve().parent.parent
 MEM_CACHE = Path("sglang/srt/mem_cache")
@@ -45,6 +49,7 @@ PRELOADED = (
     "sglang.test.test_utils",
 )
 CHILD_SECONDS = 240
+"""A copy that hangs is noticed after this time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,96 +62,119 @@ class Mutant:
     new: str
     tests: tuple[str, ...]
 
+    @property
+    def number(self) -> str:
+        """What the name begins with."""
+        return self.name.split()[0]
 
-class CopyFinder(importlib.abc.MetaPathFinder):
-    """Imports our packages from another folder."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-
-    @override
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        """The module's file in the folder, None for modules that are not ours."""
-        if not is_ours(fullname):
-            return None
-        place = self._folder.joinpath(*fullname.split("."))
-        if place.is_dir():
-            return importlib.util.spec_from_file_location(
-                fullname, place / "__init__.py", submodule_search_locations=[str(place)]
-            )
-        return importlib.util.spec_from_file_location(fullname, place.with_suffix(".py"))
-
-
-def is_ours(module: str) -> bool:
-    """Whether a module belongs to our packages."""
-    ours = (".".join((*folder.parts, package)) for package, folder in PACKAGES.items())
-    return f"{module}.".startswith(tuple(f"{name}." for name in ours))
+    @property
+    def row(self) -> str:
+        """The row of docs/faults.md."""
+        return self.number.partition(".")[0]
 
 
 def source_of(file: str) -> Path:
-    """The path of a mutant's file, below python/."""
-    return PACKAGES[file.partition("/")[0]] / file
+    """The path of a mutant's file."""
+    return ROOT / "python" / PACKAGES[file.partition("/")[0]] / file
 
 
-def test_of(test: str) -> Path:
+def path_of(test: str) -> Path:
     """The path of a mutant's test."""
     return ROOT / "test/registered/unit" / TESTS[test.partition("/")[0]] / test
 
 
 def read_mutants() -> list[Mutant]:
-    """The table. Raises ValueError for a line that is not found exactly once."""
+    """The table, checked."""
     table = tomllib.loads((ROOT / "scripts/mutants.toml").read_text())
     mutants = [
         Mutant(name=entry["name"], file=entry["file"], old=entry["old"], new=entry["new"], tests=tuple(entry["tests"]))
         for entry in table["mutant"]
     ]
+    check(mutants)
+    return mutants
+
+
+def check(mutants: Sequence[Mutant]) -> None:
+    """Raise ValueError for a line that does not stand exactly once in its file, or a number that is there twice."""
     for mutant in mutants:
-        count = (ROOT / "python" / source_of(mutant.file)).read_text().count(mutant.old)
+        count = source_of(mutant.file).read_text().count(mutant.old)
         if count != 1:
             raise ValueError(f"{mutant.name}: {mutant.old!r} must stand once in {mutant.file}, found {count} times")
-    return mutants
+        if sum(mutant.number == other.number for other in mutants) != 1:
+            raise ValueError(f"{mutant.name}: two mutants have the number {mutant.number}")
+
+
+def loaded_by(text: str, release: str) -> bool:
+    """Whether a release of SGLang loads a module: one for some releases asserts a condition such as SINCE_0_5_23."""
+    holds = runpy.run_path(str(source_of("hicache/releases.py")))["holds"]
+    asserted = re.search(r"^assert (not )?(SINCE_\w+)$", text, re.MULTILINE)
+    return asserted is None or bool(holds(asserted[2], release)) != bool(asserted[1])
+
+
+def copy_packages(folder: Path) -> None:
+    """Copy our packages below `folder`."""
+    for package, place in PACKAGES.items():
+        source = ROOT / "python" / place / package
+        shutil.copytree(source, folder / place / package, ignore=shutil.ignore_patterns("__pycache__"))
+
+
+def variables_of(folder: Path) -> dict[str, str]:
+    """Environment variables with which a Python that starts imports our packages from `folder`."""
+    path = [str(Path(sitecustomize.__file__).parent), os.environ.get("PYTHONPATH", "")]
+    return {sitecustomize.VARIABLE: str(folder), "PYTHONPATH": os.pathsep.join(filter(None, path))}
 
 
 def passes(tests: Iterable[str], mutant: Mutant | None, folder: Path) -> bool:
     """Whether the tests pass in a child with the broken copy, or with an intact one."""
-    for package, place in PACKAGES.items():
-        source = ROOT / "python" / place / package
-        shutil.copytree(source, folder / place / package, ignore=shutil.ignore_patterns("__pycache__"))
+    copy_packages(folder)
     if mutant is not None:
-        file = folder / source_of(mutant.file)
+        file = folder / source_of(mutant.file).relative_to(ROOT / "python")
         file.write_text(file.read_text().replace(mutant.old, mutant.new))
     child = os.fork()
     if not child:
+        signal.alarm(0 if mutant is None else CHILD_SECONDS)
         os._exit(_run(tests, folder))
     _, status = os.waitpid(child, 0)
     return os.waitstatus_to_exitcode(status) == 0
 
 
 def _run(tests: Iterable[str], folder: Path) -> int:
-    signal.alarm(CHILD_SECONDS)  # a copy that hangs is noticed
-    for name in filter(is_ours, list(sys.modules)):
+    for name in filter(sitecustomize.is_ours, list(sys.modules)):
         del sys.modules[name]
-    sys.meta_path.insert(0, CopyFinder(folder))
+    sitecustomize.install(folder)
+    os.environ.update(variables_of(folder))
     log = os.open(folder / "log", os.O_WRONLY | os.O_CREAT)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    arguments = ["-q", "-x", "-p", "no:cacheprovider", "--no-header", *(str(test_of(test)) for test in tests)]
+    arguments = ["-q", "-x", "-p", "no:cacheprovider", "--no-header", *(str(path_of(test)) for test in tests)]
     status = pytest.main(arguments)
     if status not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
         return 0  # nothing was collected: that proves nothing
     return int(status)
 
 
-def main(chosen: Sequence[str]) -> int:
-    """Try the chosen mutants, or all."""
-    by_number = {mutant.name.split()[0]: mutant for mutant in read_mutants()}
-    unknown = [number for number in chosen if number not in by_number]
+def chosen_mutants(arguments: Sequence[str]) -> list[Mutant]:
+    """The mutants that the arguments name, all by default."""
+    parser = argparse.ArgumentParser(usage="mutants.py [NUMBER ...] [--part K/N]")
+    parser.add_argument("numbers", nargs="*")
+    parser.add_argument("--part", default="1/1")
+    asked = parser.parse_args(arguments)
+    mutants = read_mutants()
+    unknown = set(asked.numbers).difference(*({mutant.number, mutant.row} for mutant in mutants))
     if unknown:
-        print(f"no mutant {', '.join(unknown)}; there are {', '.join(by_number)}", file=sys.stderr)
-        return 2
-    mutants = [by_number[number] for number in chosen] if chosen else list(by_number.values())
+        parser.error(f"no mutant {', '.join(unknown)}; there are {', '.join(mutant.number for mutant in mutants)}")
+    if not (part := re.fullmatch(r"(\d+)/(\d+)", asked.part)) or not 1 <= int(part[1]) <= int(part[2]):
+        parser.error(f"--part {asked.part}: must be such as 2/5")
+    chosen = [mutant for mutant in mutants if not asked.numbers or {mutant.number, mutant.row} & set(asked.numbers)]
+    return chosen[int(part[1]) - 1 :: int(part[2])]
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Try the chosen mutants."""
+    chosen = chosen_mutants(arguments)
+    release = importlib.metadata.version("sglang")
+    mutants = [mutant for mutant in chosen if loaded_by(source_of(mutant.file).read_text(), release)]
+    print(f"{len(mutants)} broken copies with SGLang {release}; {len(chosen) - len(mutants)} are other releases'")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     for module in PRELOADED:
         importlib.import_module(module)
@@ -157,11 +185,13 @@ def main(chosen: Sequence[str]) -> int:
             print("the code as it is does not pass", flush=True)
             print((Path(scratch) / "intact/log").read_text()[-3000:])
             return 1
-        for number, mutant in enumerate(mutants):
-            folder = Path(scratch) / str(number)
+        for mutant in mutants:
+            folder = Path(scratch) / mutant.number
+            started = time.monotonic()
             noticed = not passes(mutant.tests, mutant, folder)
             missed += not noticed
-            print(f"{'noticed' if noticed else 'MISSED '}  {mutant.name}", flush=True)
+            seconds = time.monotonic() - started
+            print(f"{'noticed' if noticed else 'MISSED '} {seconds:4.0f} s  {mutant.name}", flush=True)
             if not noticed:
                 print((folder / "log").read_text()[-600:])
             with suppress(OSError):

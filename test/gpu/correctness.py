@@ -205,6 +205,7 @@ class Rank:
         key = RadixKey(array("q", tokens))
         with synchronisation_forbidden():
             self.cache.put(Insertion(key=key, value=value, slot_pages=pages))
+            self.cache.parts.transfers.submit_backups()
 
     def load_and_read(self, tokens: array[int], what: str) -> None:
         """Load a chain back and read each layer on another stream as soon as its event allows."""

@@ -183,11 +183,12 @@ class Rank:
         agreement: Agreement | None,
         *,
         tp_group: dist.ProcessGroup | None = None,
+        device_pool: KVCache | None = None,
         **settings: Any,  # noqa: ANN401  # fields of HiCacheSettings
     ) -> None:
         self.spec = spec
         self.number = number
-        self.device_pool = make_device_pool(spec)
+        self.device_pool = make_device_pool(spec) if device_pool is None else device_pool
         self.layout = make_layout(spec, number)
         self.allocator = make_allocator(spec, self.layout, self.device_pool)
         self.request_rows = ReqToTokenPool(size=1, max_context_len=64, device="cpu", enable_memory_saver=False)
@@ -268,9 +269,12 @@ def page_bytes(prefix: bytes, buffer: int, nbytes: int) -> npt.NDArray[np.uint8]
 
 
 def page_views(pool: KVCache) -> list[npt.NDArray[np.uint8]]:
-    """Views ``[row pages, bytes]`` of every KV and index buffer of a device pool."""
-    kv = [buffer.view(torch.uint8).view(len(buffer) // pool.page_size, -1).numpy() for buffer in kv_buffers(pool)]
-    return kv + [buffer.view(torch.uint8).numpy() for buffer in index_buffers(pool)]
+    """Views ``[row pages, bytes]`` of every KV and index buffer of a device pool that has rows."""
+    kv = [
+        buffer.view(torch.uint8).view(len(buffer) // pool.page_size, -1) for buffer in kv_buffers(pool) if len(buffer)
+    ]
+    index = [buffer.view(torch.uint8) for buffer in index_buffers(pool) if len(buffer)]
+    return [view.numpy() for view in (*kv, *index)]
 
 
 class SlowEvent:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     import torch
+    from sglang.srt.mem_cache.memory_pool import KVCache
 
     from sglang.srt.mem_cache.hicache.tree.node import LayoutTreeNode
     from sglang.srt.mem_cache.layouts.pages import LaneArray, PageArray
@@ -85,16 +86,28 @@ class Request:
 
 
 class Group:
-    """The ranks of one shard group; `host_pages` sizes their host pools where they differ."""
+    """The ranks of one shard group; `host_pages` and `device_pools` are theirs where they differ."""
 
-    def __init__(self, spec: CacheSpec, *, host_pages: Sequence[int] | None = None) -> None:
+    def __init__(
+        self,
+        spec: CacheSpec,
+        *,
+        host_pages: Sequence[int] | None = None,
+        device_pools: Sequence[KVCache] | None = None,
+    ) -> None:
         self.spec = spec
         self.lockstep = Lockstep(spec.ranks)
         sizes = list(host_pages) if host_pages is not None else [spec.host_pages] * spec.ranks
         self.capacity_pages = min(sizes)
         self.lockstep.gather([[size] for size in sizes])
         self.ranks = [
-            Rank(spec, rank, Seat(lockstep=self.lockstep, rank=rank), host_ratio=(size - 0.5) / spec.device_pages)
+            Rank(
+                spec,
+                rank,
+                Seat(lockstep=self.lockstep, rank=rank),
+                device_pool=None if device_pools is None else device_pools[rank],
+                host_ratio=(size - 0.5) / spec.device_pages,
+            )
             for rank, size in enumerate(sizes)
         ]
         self.host_pages = sizes
@@ -154,8 +167,11 @@ class Group:
         wrong = self.each(lambda rank: rank.mismatches(request.tokens, request.pages[:pages]))
         assert not any(wrong), f"wrong pages per rank: {wrong}"
 
-    def finish(self, request: Request) -> int:
-        """Insert a request's KV, free what the tree had already, unlock. Returns the duplicate tokens."""
+    def finish(self, request: Request, *, submit: bool = True) -> int:
+        """Insert a request's KV, free what the tree had already, unlock. Returns the duplicate tokens.
+
+        Its backups are submitted, unless more requests end with the same batch.
+        """
         self.running.remove(request)
         self.verify(request, len(request.pages))
         size = self.spec.page_size
@@ -171,7 +187,13 @@ class Group:
         again = request.pages[request.prefix_pages : duplicates // size]
         self.each(lambda rank: rank.allocator.free_slot_pages(again))
         self.each(lambda rank: rank.cache.dec_lock_ref(request.nodes[rank.number]))
+        if submit:
+            self.submit()
         return duplicates
+
+    def submit(self) -> None:
+        """The results of a batch are in the tree: submit the backups that it queued."""
+        self.each(lambda rank: rank.cache.parts.transfers.submit_backups())
 
     def abort(self, request: Request) -> None:
         """Drop a running request: its own pages are freed, its prefix unlocked."""
@@ -189,6 +211,7 @@ class Group:
 
     def settle(self) -> None:
         """One turn of the event loop on every rank: ready counts are gathered before anyone settles."""
+        self.submit()  # as the turn does, whose counts are gathered here beforehand
         self.lockstep.gather([self.ready(rank) for rank in self.ranks])
         self.each(lambda rank: rank.cache.check_hicache_events())
 

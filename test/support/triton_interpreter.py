@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 from unittest.mock import patch
 
+import triton.language as tl
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from types import ModuleType
@@ -15,7 +17,10 @@ if TYPE_CHECKING:
 
 @contextmanager
 def interpreted(name: str) -> Iterator[ModuleType]:
-    """The module `name`, loaded anew under another name: Triton decides when it decorates a function."""
+    """The module `name`, loaded anew under another name: Triton decides when it decorates a function.
+
+    Its functions were decorated when it was loaded: that of sums is replaced by one of the interpreter's reductions.
+    """
     found = importlib.util.find_spec(name)
     assert found is not None
     assert found.origin is not None
@@ -23,9 +28,17 @@ def interpreted(name: str) -> Iterator[ModuleType]:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    with patch.dict(os.environ, {"TRITON_INTERPRET": "1"}), patch.dict("sys.modules", {spec.name: module}):
+    with (
+        patch.dict(os.environ, {"TRITON_INTERPRET": "1"}),
+        patch.dict("sys.modules", {spec.name: module}),
+        patch.object(tl, "sum", _sum),
+    ):
         spec.loader.exec_module(module)
         yield module
+
+
+def _sum(values: tl.tensor) -> tl.tensor:
+    return tl.reduce(values, None, tl.standard._sum_combine)  # noqa: SLF001  # by which the interpreter knows a sum
 
 
 @contextmanager

@@ -88,6 +88,7 @@ class CountingController(Generic[MetadataT]):
         self.loaded_pages: PageArray = np.zeros(layout.lane_count, dtype=np.int64)
         self._layout = layout
         self._slots = slots
+        self._queued: list[tuple[int, int]] = []  # ids and logical tokens of backups
         self._host_pages: PageArray = np.arange(slots.longest, dtype=np.int64)  # no copy has more
 
     def write(self, slot_pages: PageArray, *, node_id: int) -> MetadataT | HostShortfall:
@@ -100,8 +101,15 @@ class CountingController(Generic[MetadataT]):
             return HostShortfall(plan=plan, missing_pages=self.ledger.missing_pages(plan.demand_pages))
         self.ledger.take(plan.demand_pages)
         self.backed_up_pages += plan.demand_pages
-        self.ack_write_queue.append(HiCacheAck(_ENDED, _ENDED, [node_id], plan.logical_tokens))
+        self._queued.append((node_id, plan.logical_tokens))
         return self._layout.finish_backup(plan, self._host_pages[: plan.owned_pages])
+
+    def start_writing(self) -> None:
+        """One ack for all queued backups, as where they are copied: who waits for one waits for all."""
+        if self._queued:
+            ids, tokens = zip(*self._queued, strict=True)
+            self.ack_write_queue.append(HiCacheAck(_ENDED, _ENDED, list(ids), sum(tokens)))
+            self._queued.clear()
 
     def load(self, parts: Sequence[MetadataT], *, node_id: int) -> PageArray | None:
         """Slot pages for nodes on the host, or None with nothing taken if a lane is short."""

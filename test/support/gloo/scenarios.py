@@ -213,6 +213,7 @@ def insert(rank: Rank, tokens: array[int]) -> None:
     assert pages is not None, "no room for the chain"
     rank.write(tokens, pages)
     rank.cache.put(Insertion(key=rank.key(tokens), value=rank.cache.slots.slots(pages)))
+    rank.cache.parts.transfers.submit_backups()
 
 
 def load_back(rank: Rank, tokens: array[int]) -> np.ndarray[Any, np.dtype[np.int64]]:

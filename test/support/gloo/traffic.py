@@ -246,6 +246,7 @@ class RankTraffic:
     def _turn(self) -> None:
         """Some copies of this rank end, then one turn of the event loop, with its collectives counted."""
         engine, cache = self.rank.engine, self.rank.cache
+        cache.parts.transfers.submit_backups()  # as the turn does, before the copies that end are counted here
         engine.finish_writes(self.own.choice((0, 0, 1, 3)))
         engine.finish_loads(self.own.choice((0, 0, 1)))
         writes, loads = self._queues()

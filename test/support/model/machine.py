@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
@@ -65,7 +66,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.pins: list[tuple[list[LayoutTreeNode[Any]], Prefix]] = []
         self.model = Model(ranks=ranks, capacity=spec.device_pages * lanes, policy=policy, threshold=threshold)
         self.step = self.late = 0
-        self.acks: list[int] = []  # of backups under way, after the last call that began or ended one
+        self.copies: dict[int, Prefix] = {}  # backups under way, oldest first, and what each locks
         self.copied_to_evict = False
 
     # Requests.
@@ -89,7 +90,7 @@ class CacheMachine(RuleBasedStateMachine):
         prefix = chain[: 1 + on_device + on_host * loaded]
         if loaded:
             model.device |= frozenset(prefixes(prefix))
-            model.loads.pending.append(prefix)
+            model.loads.pending.append((prefix,))
         model.locks.append(prefix)
         self._note_eviction()
         model.evicted(*self._tiers())
@@ -224,6 +225,15 @@ class CacheMachine(RuleBasedStateMachine):
 
     # Acknowledgements.
 
+    @rule()
+    def submit(self) -> None:
+        """The results of a batch are in the tree: what it queued is submitted, as one copy."""
+        queued = sum(len(ids) for ids in self._backup_acks()) < len(self.copies)
+        before = self._count(lambda rank: len(rank.engine.writes))
+        self.group.submit()
+        assert self._count(lambda rank: len(rank.engine.writes)) - before == queued, "not one copy for what was queued"
+        self._note_acks()
+
     @rule(ends=st.lists(st.tuples(st.integers(0, 4), st.integers(0, 3)), min_size=4, max_size=4))
     def copies_end(self, ends: list[tuple[int, int]]) -> None:
         """On each rank some copies end; each sees it at its own time."""
@@ -238,11 +248,13 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule()
     def settle(self) -> None:
-        """One turn of the event loop."""
+        """One turn of the event loop, which submits what is queued before it settles what has ended."""
+        self.submit()
         self.group.settle()
-        self.model.writes.settle()
+        done = self.model.writes.settle()
         self.model.loads.settle()
-        self.acks = self._backup_acks()
+        self.copies = dict(list(self.copies.items())[done:])
+        self._note_acks()
 
     @precondition(lambda self: not self.requests and not self.pins)
     @rule()
@@ -253,7 +265,7 @@ class CacheMachine(RuleBasedStateMachine):
             rank.allocator.clear()
             rank.engine.waits = 0
         self.model.reset()
-        self.acks = []
+        self.copies = {}
 
     # After every step.
 
@@ -349,32 +361,43 @@ class CacheMachine(RuleBasedStateMachine):
         return self._count(insert) // self.group.spec.page_size
 
     def _note_backups(self) -> None:
-        """Backups that this insert began, in order of their acks, as the prefixes that they lock."""
+        """Backups that this insert queued, as the prefixes that they lock."""
         rank = self.group.ranks[0]
         paths = dict(self._paths(rank))
-        for ack in rank.controller.ack_write_queue[len(self.model.writes.pending) :]:
-            (backup_id,) = ack.node_ids
-            self.model.writes.pending.append(paths[rank.cache.parts.in_flight.backups[backup_id].node])
-        self.acks = self._backup_acks()
+        for backup_id, backup in list(rank.cache.parts.in_flight.backups.items())[len(self.copies) :]:
+            self.copies[backup_id] = paths[backup.node]
+        self._note_acks()
 
     def _note_eviction(self) -> None:
         """Backups that evictions waited for are done, and all before them; those that they began lock nothing."""
-        writes, before, after = self.model.writes, self.acks, self._backup_acks()
+        writes, before, after = self.model.writes, list(self.copies), self._backups()
         waited = next(done for done in range(len(before) + 1) if after[: len(before) - done] == before[done:])
-        late = self._count(lambda rank: rank.cache.stats.late_backups)
-        began = len(after) - (len(before) - waited)
-        self.copied_to_evict |= late > self.late or began > 0
+        late, began = self._count(lambda rank: rank.cache.stats.late_backups), after[len(before) - waited :]
+        self.copied_to_evict |= late > self.late or bool(began)
+        submissions = len(writes.pending) if waited else 0
         if 0 < waited < len(before):
-            assert writes.pending[waited - 1] == AHEAD, "an eviction waited for a copy of what cannot leave"
+            submissions = [*accumulate(len(together) for together in writes.pending)].index(waited) + 1
+            assert AHEAD in writes.pending[submissions - 1], "an eviction waited for a copy of what cannot leave"
         assert not began or self.model.policy != "write_back", "write_back copies ahead"
-        writes.finish(waited)
-        writes.pending += [AHEAD] * began
-        self.late, self.acks = late, after
+        writes.finish(submissions)
+        self.late, self.copies = late, {backup_id: self.copies.get(backup_id, AHEAD) for backup_id in after}
+        self._note_acks()
+        assert not began or not writes.queued, "copies ahead were not submitted"
 
-    def _backup_acks(self) -> list[int]:
-        (acks,) = {
-            tuple(i for ack in rank.controller.ack_write_queue for i in ack.node_ids) for rank in self.group.ranks
-        }
+    def _note_acks(self) -> None:
+        """Which of the backups under way were submitted together, and which are still queued."""
+        ids = iter(self.copies)
+        self.model.writes.pending = [tuple(self.copies[next(ids)] for _ in group) for group in self._backup_acks()]
+        self.model.writes.queued = tuple(self.copies[backup_id] for backup_id in ids)
+
+    def _backups(self) -> list[int]:
+        """The backups under way, oldest first."""
+        (ids,) = {tuple(rank.cache.parts.in_flight.backups) for rank in self.group.ranks}
+        return list(ids)
+
+    def _backup_acks(self) -> list[tuple[int, ...]]:
+        """The backups of each ack, oldest first."""
+        (acks,) = {tuple(tuple(ack.node_ids) for ack in rank.controller.ack_write_queue) for rank in self.group.ranks}
         return list(acks)
 
     def _take(self, at: int) -> tuple[Request, Prefix]:

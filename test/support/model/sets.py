@@ -34,23 +34,32 @@ def is_closed(pages: Iterable[Prefix]) -> bool:
 class Queue:
     """Transfers under way, oldest first, as the prefixes that they lock; how many of them each rank has seen end.
 
-    A copy that is made ahead of an eviction locks nothing: it is `AHEAD`.
+    Those that are copied together are one of `pending`; `queued` are not yet submitted. A copy that is made ahead of an
+    eviction locks nothing: it is `AHEAD`.
     """
 
     ranks: int
-    pending: list[Prefix] = field(default_factory=list)
+    pending: list[tuple[Prefix, ...]] = field(default_factory=list)
+    queued: tuple[Prefix, ...] = ()
     seen: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.seen = [0] * self.ranks
 
+    @property
+    def locks(self) -> list[Prefix]:
+        """What all of them lock."""
+        return [prefix for together in (*self.pending, self.queued) for prefix in together]
+
     def deliver(self, rank: int, count: int) -> None:
         """A rank sees the end of up to `count` more."""
         self.seen[rank] = min(self.seen[rank] + count, len(self.pending))
 
-    def settle(self) -> None:
-        """Those that every rank has seen are done."""
+    def settle(self) -> int:
+        """Those that every rank has seen are done; returns how many."""
+        done = sum(map(len, self.pending[: min(self.seen)]))
         self.finish(min(self.seen))
+        return done
 
     def finish(self, done: int) -> None:
         """The first ones are done, as every rank has waited for them."""
@@ -60,6 +69,7 @@ class Queue:
     def clear(self) -> None:
         """None is under way."""
         self.pending.clear()
+        self.queued = ()
         self.seen = [0] * self.ranks
 
 
@@ -84,7 +94,7 @@ class Model:
     @property
     def protected(self) -> Pages:
         """Pages on the device that a request, a pin or a transfer locks."""
-        return frozenset(p for lock in (*self.locks, *self.writes.pending, *self.loads.pending) for p in prefixes(lock))
+        return frozenset(p for lock in (*self.locks, *self.writes.locks, *self.loads.locks) for p in prefixes(lock))
 
     @property
     def evictable(self) -> Pages:

@@ -3,9 +3,9 @@
 Nothing here knows which layout it has. The order of every step is the same on all ranks, and each step's
 outcome is computed from mirrored state:
 
-    write   plan -> ledger admits? -> host pages -> submit -> one ack      (or a `HostShortfall`, nothing changed)
-    load    plan -> lanes have room? -> slots -> queue                     (or None, nothing changed)
-    start_loading   one submission for all queued loads -> one ack with all their ids
+    write   plan -> ledger admits? -> host pages -> queue          (or a `HostShortfall`, nothing changed)
+    load    plan -> lanes have room? -> slots -> queue             (or None, nothing changed)
+    start_writing, start_loading   one submission for all that is queued -> one ack with all their ids
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.l2_transfer import TransferCompletion
 
     from sglang.srt.mem_cache.layouts.pages import PageArray
-    from sglang.srt.mem_cache.layouts.plans import BackupPlan, LoadPlan
+    from sglang.srt.mem_cache.layouts.plans import BackupPlan
 
     from .copies.transfer import Transfer
     from .host.free_pages import HostPages
@@ -45,9 +45,10 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _QueuedLoad:
+class _QueuedCopy:
     node_id: int
-    plan: LoadPlan
+    logical_tokens: int
+    copies: CopyPlan
 
 
 class HiCacheController(SGLangHiCacheController, Generic[MetadataT]):
@@ -91,7 +92,8 @@ class HiCacheController(SGLangHiCacheController, Generic[MetadataT]):
         self.host_pages = host_pages
         self.ledger = ledger
         self._surplus_pages = host_pages.free - ledger.capacity_pages
-        self._queued_loads: list[_QueuedLoad] = []
+        self._queued_backups: list[_QueuedCopy] = []
+        self._queued_loads: list[_QueuedCopy] = []
         self._forward_done = cache_controller.device_module.Event()  # one: a wait means the last record before it
 
     # Device to host.
@@ -99,10 +101,10 @@ class HiCacheController(SGLangHiCacheController, Generic[MetadataT]):
     # Only our tree calls `write` and `load` of this class, so they take pages and metadata, not SGLang's index tensors.
     @override
     def write(self, slot_pages: PageArray, *, node_id: int) -> MetadataT | HostShortfall:  # type: ignore[override]
-        """Back up a node whose logical pages are `slot_pages`, shape ``[pages]``, and submit the copy.
+        """Back up a node whose logical pages are `slot_pages`, shape ``[pages]``, and queue its copy.
 
-        Returns the node's metadata, with exactly one ack for `node_id` queued on every rank, also where the
-        rank owns nothing; or a `HostShortfall`, with nothing changed.
+        Returns the node's metadata, or a `HostShortfall`, with nothing changed. The copy starts with `start_writing`,
+        which acknowledges `node_id` on every rank, also where the rank owns nothing.
         """
         return self.write_plan(self.layout.plan_backup(slot_pages), node_id=node_id)
 
@@ -115,11 +117,21 @@ class HiCacheController(SGLangHiCacheController, Generic[MetadataT]):
         self._check_ledger()
         metadata = self.layout.finish_backup(plan, host_pages)
         copies = plan.bind(host_pages)
+        self._queued_backups.append(
+            _QueuedCopy(node_id=node_id, logical_tokens=plan.logical_tokens, copies=copies),
+        )
+        return metadata
+
+    @override
+    def start_writing(self) -> None:
+        """Submit every queued backup as one copy; one ack carries all their ids."""
+        if not self._queued_backups:
+            return
+        backups, self._queued_backups = self._queued_backups, []
         # A forward pass under way may still write the last row of a request that has ended: it was in the next batch.
         self._after_forward(self.transfer.engine.device_to_host_stream)
-        completion = self.transfer.back_up(copies)
-        self.ack_write_queue.append(self._ack(completion, [node_id], plan.logical_tokens, copies))
-        return metadata
+        copies = self._merged(backups)
+        self.ack_write_queue.append(self._ack(self.transfer.back_up(copies), backups, copies))
 
     # Host to device.
 
@@ -134,7 +146,9 @@ class HiCacheController(SGLangHiCacheController, Generic[MetadataT]):
         if slot_pages is None:
             return None
         plan = self.layout.plan_load(parts, slot_pages)
-        self._queued_loads.append(_QueuedLoad(node_id=node_id, plan=plan))
+        self._queued_loads.append(
+            _QueuedCopy(node_id=node_id, logical_tokens=plan.logical_tokens, copies=plan.copies),
+        )
         return slot_pages
 
     @override
@@ -151,17 +165,15 @@ class HiCacheController(SGLangHiCacheController, Generic[MetadataT]):
         producer.start_event.record()
         # A forward pass under way may still write pages that were freed and handed out again.
         self._after_forward(self.transfer.engine.host_to_device_stream)
-        copies = CopyPlan.concat([load.plan.copies for load in loads], page_size=self.page_size)
-        completion = self.transfer.load(copies, producer)
-        tokens = sum(load.plan.logical_tokens for load in loads)
-        self.ack_load_queue.append(self._ack(completion, [load.node_id for load in loads], tokens, copies))
+        copies = self._merged(loads)
+        self.ack_load_queue.append(self._ack(self.transfer.load(copies, producer), loads, copies))
         return producer_index
 
     # Both tiers.
 
     def has_inflight_device_transfers(self) -> bool:
         """Whether a copy that is queued, or not settled, still needs its rows on the device."""
-        return bool(self._queued_loads or self.ack_write_queue or self.ack_load_queue)
+        return bool(self._queued_backups or self._queued_loads or self.ack_write_queue or self.ack_load_queue)
 
     def release_host(self, metadata: MetadataT) -> int:
         """Free the host pages of a node on every rank. Returns its logical tokens.
@@ -178,13 +190,14 @@ class HiCacheController(SGLangHiCacheController, Generic[MetadataT]):
         """Wait for the copies under way, drop queued work and acks, and give all host memory back."""
         self.wait_for_copies()
         super().reset()
+        self._queued_backups.clear()
         self._queued_loads.clear()
         self.mem_pool_host.clear()
         self.ledger.clear()
         self._check_ledger()
 
     def wait_for_copies(self) -> None:
-        """Wait until the copies under way have ended. Their acks stay where they are."""
+        """Wait until the copies that were submitted have ended. Their acks stay where they are."""
         for ack in (*self.ack_write_queue, *self.ack_load_queue):
             ack.finish_event.synchronize()
 
@@ -212,12 +225,16 @@ class HiCacheController(SGLangHiCacheController, Generic[MetadataT]):
         if booked != actual:
             raise LayoutInvariantError(f"ledger has {booked} free host pages for this rank, its host pool {actual}")
 
-    def _ack(self, completion: TransferCompletion, node_ids: list[int], tokens: int, copies: CopyPlan) -> HiCacheAck:
+    def _merged(self, queued: Sequence[_QueuedCopy]) -> CopyPlan:
+        return CopyPlan.concat([each.copies for each in queued], page_size=self.page_size)
+
+    def _ack(self, completion: TransferCompletion, queued: Sequence[_QueuedCopy], copies: CopyPlan) -> HiCacheAck:
         """Tokens are logical, equal on all ranks; bytes are what this rank moves."""
+        tokens = sum(each.logical_tokens for each in queued)
         return HiCacheAck(
             start_event=completion.start_event,
             finish_event=completion.finish_event,
-            node_ids=node_ids,
+            node_ids=[each.node_id for each in queued],
             num_tokens=tokens,
             timing_enabled=completion.timing_enabled,
             num_tokens_by_pool={PoolName.KV.value: tokens},

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from sglang.srt.mem_cache.layouts.config import LayoutEnvironment
 from sglang.srt.mem_cache.layouts.owners import refuse_shared_lanes
 
-from .device.kinds import pool_kind
+from .device.kinds import layers_differ, pool_kind
 from .waits import LANES, BoundedReduction
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ def observe_environment(
         shard_size=group.size,
         shard_rank=group.rank,
         storage_backend=settings.storage_backend,
+        layers_differ=layers_differ(device_pool),
     )
 
 

@@ -44,6 +44,11 @@ def refuse_divergent_content(layout: str, environment: LayoutEnvironment) -> Non
             f"--tp-size {environment.shard_size}: every rank holds other heads; accepted: a context-parallel "
             "group (--attention-context-parallel-size), or an MLA or DSA model"
         )
+    if environment.layers_differ:
+        raise LayoutConfigError(
+            f"--kv-layout-strategy {layout} does not support --enable-dsa-cache-layer-split: every rank holds other "
+            "layers; drop one of the two (accepted: --kv-layout-strategy identity)"
+        )
 
 
 def refuse_mismatch(layout: str, what: str, ours: int, theirs: int) -> None:

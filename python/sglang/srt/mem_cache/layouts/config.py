@@ -77,7 +77,7 @@ class LayoutEnvironment:
 
     `pool_class` is the device pool's class name, for messages. `allocator_lanes` is the number of
     free lists of the slot allocator (1 for SGLang's own). `storage_backend` is the value of
-    ``--hicache-storage-backend`` or None.
+    ``--hicache-storage-backend`` or None. With `layers_differ`, ranks keep different layers of each page.
     """
 
     pool_kind: PoolKind
@@ -88,3 +88,4 @@ class LayoutEnvironment:
     shard_size: int
     shard_rank: int
     storage_backend: str | None = None
+    layers_differ: bool = False

@@ -11,6 +11,7 @@ from kvlayouts.common.errors import InputError
 from kvlayouts.plan.model import read_model
 from kvlayouts.plan.sglang_model import SGLangModel
 from sglang.srt.mem_cache.hicache.device.pools import DsaGeometry, MhaGeometry, MlaGeometry, build_device_pool, bytes_of
+from sglang.srt.mem_cache.hicache.runtime import standalone_runtime
 from sglang.srt.mem_cache.hicache.server.refusals import RULES
 from sglang.srt.mem_cache.layouts import PoolKind
 from support.plan_models import (
@@ -92,7 +93,8 @@ def test_bytes_of_a_token_are_those_of_sglangs_pools(
 )
 def test_a_real_pool_takes_those_bytes(config: Config, geometry: Geometry, tmp_path: Path) -> None:
     model = _read(write_config(tmp_path, config | {"num_hidden_layers": 2}), ranks=4)
-    pool = build_device_pool(geometry.kind, tokens=128, page_size=64, layers=2, geometry=geometry)
+    with standalone_runtime(page_size=64):
+        pool = build_device_pool(geometry.kind, tokens=128, page_size=64, layers=2, geometry=geometry)
     assert model.kind is geometry.kind
     assert model.bytes_per_token * (128 + 64) == bytes_of(pool)
 

@@ -275,6 +275,7 @@ def _alloc(group: Group, lanes: Sequence[int]) -> PageArray:
 def _write(rank: Rank, pages: PageArray, *, node_id: int = 7) -> Any:  # noqa: ANN401  # the layout's metadata
     outcome = rank.controller.write(pages, node_id=node_id)
     assert not isinstance(outcome, HostShortfall)
+    rank.controller.start_writing()
     return outcome
 
 

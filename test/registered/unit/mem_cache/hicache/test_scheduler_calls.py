@@ -9,6 +9,7 @@ from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle
 from sglang.test.ci.ci_register import register_cpu_ci
 
 from sglang.srt.mem_cache.hicache.runtime import standalone_runtime
+from sglang.srt.mem_cache.hicache.seam.server_flags import SIZED_BY_FRACTION
 from sglang.srt.mem_cache.hicache.settings import HiCacheSettings
 from sglang.srt.mem_cache.layouts.errors import LayoutConfigError
 from support.caches import CacheSpec, CacheTestCase, chain
@@ -102,6 +103,8 @@ class TestNoStorage(CacheTestCase):
 
 class TestSettings(CacheTestCase):
     def test_a_servers_flags_arrive_field_by_field(self) -> None:
+        # As a server resolves it: sizes of the user's own leave no fraction.
+        resolved = {"hicache_host_memory_fraction": None} if SIZED_BY_FRACTION else {}
         with standalone_runtime(
             page_size=4,
             hicache_write_policy="write_through_selective",
@@ -111,6 +114,7 @@ class TestSettings(CacheTestCase):
             hicache_size=7,
             served_model_name="tiny",
             watchdog_timeout=90,
+            **resolved,
         ):
             found = HiCacheSettings.from_server()
         self.assertEqual(

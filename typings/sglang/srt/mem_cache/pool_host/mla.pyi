@@ -20,6 +20,7 @@ class MLATokenToKVPoolHost(HostKVCache):
             start_layer: int,
             end_layer: int,
             target_layer_num: int,
+            layer_shard_enabled: bool = False,
         ) -> None: ...
     else:
         def __init__(

@@ -18,8 +18,10 @@ from sglang.srt.mem_cache.l2_transfer import L2Transfer, L2TransferEngine
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 from sglang.srt.mem_cache.pool_host import HostPoolGroup, PoolEntry
 
+from sglang.srt.mem_cache.layouts.errors import LayoutConfigError
 from sglang.srt.mem_cache.layouts.pages import tokens_of_pages
 
+from ..device.kinds import layers_differ
 from ..seam.sglang import submit_load
 from ..settings import check_io_backend, check_mem_layout
 
@@ -73,7 +75,7 @@ class HostTransfer:
 
     `copier` replaces the page copier that the device and `io_backend` call for; False means SGLang's engine.
 
-    Raises `LayoutConfigError` if `io_backend` cannot address the host pool's memory layout.
+    Raises `LayoutConfigError` if `io_backend` cannot address the host pool's memory layout, or not for some layers.
     """
 
     def __init__(
@@ -96,6 +98,11 @@ class HostTransfer:
         self._copier = self._own_copier(device_pool, io_backend) if copier is None else copier or None
         if self._copier is None:  # ours has orders of its own, and is there for these only
             check_mem_layout(io_backend, host_pool.layout, is_mla=is_mla, uneven_heads=uneven)
+            if layers_differ(device_pool) and host_pool.layout != "layer_first":
+                raise LayoutConfigError(
+                    f"--hicache-mem-layout {host_pool.layout} does not go with --enable-dsa-cache-layer-split here: "
+                    "SGLang copies the layers of one rank by no other than layer_first"
+                )
 
     @property
     def bytes_per_token(self) -> int:

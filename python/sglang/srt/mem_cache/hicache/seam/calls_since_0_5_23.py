@@ -73,6 +73,10 @@ class SchedulerCalls(OwnCalls[MetadataT], Generic[MetadataT]):
         loaded = self.bring_back(params.best_match_node, params.mem_quota)
         return len(loaded.slots), loaded.node
 
+    def flush_pending_backups(self) -> None:
+        """See `Transfers.submit_backups`. Called when the results of a batch have been put into the tree."""
+        self.parts.transfers.submit_backups()
+
     def checkpoint(self, req: SchedulerRequest, *, up_to: int) -> None:
         """Put the whole pages of a request's first `up_to` tokens into the tree, and lock them for it."""
         if self.disable:

@@ -8,7 +8,7 @@ if SINCE_0_5_23:
     from .sglang_since_0_5_23 import (
         PP_SYNC_TAG,
         event_recorder,
-        index_host_layers,
+        host_layers,
         index_host_pool,
         mha_host_pool,
         mla_host_pool,
@@ -20,7 +20,7 @@ else:
     from .sglang_until_0_5_20 import (
         PP_SYNC_TAG,
         event_recorder,
-        index_host_layers,
+        host_layers,
         index_host_pool,
         mha_host_pool,
         mla_host_pool,
@@ -32,7 +32,7 @@ else:
 __all__ = [
     "PP_SYNC_TAG",
     "event_recorder",
-    "index_host_layers",
+    "host_layers",
     "index_host_pool",
     "mha_host_pool",
     "mla_host_pool",

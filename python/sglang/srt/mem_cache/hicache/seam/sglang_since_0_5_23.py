@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from sglang.srt.distributed.communication_tags import P2PTag
+from sglang.srt.mem_cache.dsa_cache_layer_split import LayerSplitDSATokenToKVPool
 from sglang.srt.mem_cache.events import KVCacheEventRecorder
 from sglang.srt.mem_cache.pool_host import dsa
 from sglang.srt.mem_cache.pool_host.dsa import DSAIndexerPoolHost
@@ -55,7 +56,10 @@ def place_of(worker: TpModelWorker) -> Place:
 
 
 def mla_host_pool(device_pool: MLATokenToKVPool, size: HostPoolSize) -> MLATokenToKVPoolHost:
-    """The host pool of MLA rows, those of a DSA model included."""
+    """The host pool of MLA rows, those of a DSA model included; of one size on all ranks where layers are split."""
+    layers = device_pool.layer_num
+    if isinstance(device_pool, LayerSplitDSATokenToKVPool):
+        layers = -(-layers // device_pool.layer_shard_size)
     return MLATokenToKVPoolHost(
         device_pool.get_device_pool_infos()[0].buffer_info,
         size.ratio,
@@ -67,7 +71,8 @@ def mla_host_pool(device_pool: MLATokenToKVPool, size: HostPoolSize) -> MLAToken
         device_capacity_tokens=_capacity_tokens(device_pool),
         start_layer=device_pool.start_layer,
         end_layer=device_pool.end_layer,
-        target_layer_num=device_pool.layer_num,
+        target_layer_num=layers,
+        layer_shard_enabled=device_pool.layer_shard_enabled,
     )
 
 
@@ -96,10 +101,13 @@ def index_host_pool(
     return DSAIndexerPoolHost(dsa.make_dsa_indexer_pool_decl(device_pool), anchor, allocator_type=allocator_type)
 
 
-def index_host_layers(host_pool: DSAIndexerPoolHost, layers: int) -> list[int | None]:
-    """The layer of the host index that each layer of the device has; None where it has none: the host is compact."""
-    host_layer_of = host_pool._device_to_host_layer  # noqa: SLF001  # nothing else tells
-    return [host_layer_of.get(layer) for layer in range(layers)]
+def host_layers(host_pool: HostKVCache, device_pool: KVCache) -> list[int | None]:
+    """The layer of the host pool that each layer of the device has; None where it has none: the host is compact."""
+    if isinstance(host_pool, DSAIndexerPoolHost):
+        host_layer_of = host_pool._device_to_host_layer  # noqa: SLF001  # nothing else tells
+        return [host_layer_of.get(layer) for layer in range(device_pool.layer_num)]
+    first, end = host_pool._device_owned_layer_range(device_pool)  # noqa: SLF001  # ditto
+    return [layer - first if first <= layer < end else None for layer in range(device_pool.layer_num)]
 
 
 def release_host_memory(pool: HostKVCache) -> None:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from sglang.srt.managers.tp_worker import TpModelWorker
     from sglang.srt.mem_cache.cache_init_params import CacheInitParams
     from sglang.srt.mem_cache.l2_transfer import L2Transfer, L2TransferEngine, TransferCompletion
-    from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool, MHATokenToKVPool, MLATokenToKVPool
+    from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool, KVCache, MHATokenToKVPool, MLATokenToKVPool
     from sglang.srt.mem_cache.pool_host import HostKVCache
 
     from .records import HostPoolSize
@@ -81,9 +81,10 @@ def index_host_pool(
     return DSAIndexerPoolHost(device_pool, anchor, anchor.layout, allocator_type=allocator_type)
 
 
-def index_host_layers(host_pool: DSAIndexerPoolHost, layers: int) -> list[int | None]:
-    """The layer of the host index that each layer of the device has: here they are the same."""
-    return list(range(layers))
+def host_layers(host_pool: HostKVCache, device_pool: KVCache) -> list[int | None]:
+    """The layer of the host pool that each layer of the device has; None where this rank keeps none of it."""
+    first, end = host_pool._device_owned_layer_range(device_pool)  # noqa: SLF001  # nothing else tells
+    return [layer - first if first <= layer < end else None for layer in range(device_pool.layer_num)]
 
 
 def release_host_memory(pool: HostKVCache) -> None:

@@ -32,7 +32,7 @@ class Scope(Enum):
     """Which strategies a row concerns."""
 
     ANY = "any strategy"
-    SHARDED = "strategies that share pages out (several lanes)"
+    SHARDED = "strategies of several lanes, which share pages out"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -421,9 +421,18 @@ def refuse_what_does_not_fit(facts: ServerFacts, asked: str, *, sharded: bool) -
 
 
 def rules_as_markdown() -> str:
-    """The table as the documentation shows it."""
-    lines = ["| Setting | Concerns | Answer | Why | What to do |", "|---|---|---|---|---|"]
-    lines += [
-        f"| {rule.setting} | {rule.scope.value} | {rule.answer.value} | {rule.why} | {rule.remedy} |" for rule in RULES
-    ]
-    return "\n".join(lines) + "\n"
+    """The table as the documentation shows it: one for each answer and scope. To drop something goes without saying."""
+    tables = []
+    for answer in Answer:
+        for scope in Scope:
+            rows = [rule for rule in RULES if rule.answer is answer and rule.scope is scope]
+            if rows:
+                heading = f"{answer.value.capitalize()} ({scope.value}):"
+                table = ["| Setting | Why, and what to do |", "|---|---|"]
+                table += [f"| {rule.setting} | {rule.why}{_advice(rule)} |" for rule in rows]
+                tables.append("\n".join([heading, "", *table, ""]))
+    return "\n".join(tables)
+
+
+def _advice(rule: Rule) -> str:
+    return "" if rule.remedy.startswith("drop") else f"; {rule.remedy}"

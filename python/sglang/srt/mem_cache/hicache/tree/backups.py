@@ -113,6 +113,10 @@ class Backups(Generic[MetadataT]):
             self._begin(node, outcome, locked=False)
         return len(nodes)
 
+    def submit(self) -> None:
+        """See `Transfers.submit_backups`."""
+        self._transfers.submit_backups()
+
     def _begin(self, node: LayoutTreeNode[MetadataT], metadata: MetadataT, *, locked: bool) -> None:
         if metadata.logical_len != node.tokens:
             raise LayoutInvariantError(f"metadata of {metadata.logical_len} tokens for node {node.id} of {node.tokens}")

@@ -90,4 +90,5 @@ class CopiesAhead(Generic[MetadataT]):
                 break
         for leaf in leaves:
             copies.release(leaf)
+        self._backups.submit()  # now, before the next forward pass: the next eviction may have to wait for them
         return bool(lacking)

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 class CopyController(Protocol[MetadataT]):
     """Host memory that holds nodes, and copies to it and back. Every outcome is the same on all ranks.
 
-    `ledger` is asked, never changed. Each queue has the acks of submitted copies, in order; who settles one removes it.
+    `ledger` is asked, never changed. Each ack queue has the acks of submitted copies, in order; who settles one removes
+    it.
     """
 
     ledger: HostLedger
@@ -28,11 +29,15 @@ class CopyController(Protocol[MetadataT]):
     ack_load_queue: list[HiCacheAck]
 
     def write(self, slot_pages: PageArray, *, node_id: int) -> MetadataT | HostShortfall:
-        """Copy pages to the host: their metadata, with one ack queued, or a shortfall, with nothing changed."""
+        """Queue a copy of pages to the host: their metadata, or a shortfall, with nothing changed."""
         ...
 
     def write_plan(self, plan: BackupPlan, *, node_id: int) -> MetadataT | HostShortfall:
         """`write` for pages whose plan is made."""
+        ...
+
+    def start_writing(self) -> None:
+        """Submit the queued backups as one copy with one ack, if there are any."""
         ...
 
     def load(self, parts: Sequence[MetadataT], *, node_id: int) -> PageArray | None:

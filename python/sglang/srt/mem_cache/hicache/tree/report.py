@@ -24,8 +24,6 @@ class TrafficReport:
         stats.backups += len(ack.node_ids)
         stats.backed_up_tokens += ack.num_tokens
         stats.backed_up_bytes += ack.num_bytes
-        if ack.num_bytes == 0:
-            stats.zero_owned_backups += 1
         if collector is None:
             return
         for pool, tokens in (ack.num_tokens_by_pool or {}).items():

@@ -46,10 +46,10 @@ class Transfers(Generic[MetadataT]):
         self._events = events
         self._report = report
 
-    # Submitted.
+    # Queued and submitted.
 
     def begin_backup(self, node: LayoutTreeNode[MetadataT], *, locked: bool) -> None:
-        """The copy of `node` to the host was submitted; with `locked`, the node is kept until it is settled."""
+        """The copy of `node` to the host was queued; with `locked`, the node is kept until it is settled."""
         self.in_flight.begin_backup(node, locked=locked)
         if locked:
             self._accounting.lock(node)
@@ -59,11 +59,16 @@ class Transfers(Generic[MetadataT]):
         self.in_flight.begin_load(last, above)
         self._accounting.lock(last)
 
+    def submit_backups(self) -> None:
+        """Submit the queued backups as one copy. Every rank does so at the same points, so their acks are alike."""
+        self._controller.start_writing()
+
     # Settled.
 
     def settle(self) -> None:
-        """Settle what has finished on every rank, both ways: one reduction, whatever is pending."""
+        """Submit what is queued, and settle what has finished on every rank: one reduction, whatever is pending."""
         controller = self._controller
+        controller.start_writing()
         backups, loads = self.agreement.minimum(
             [ready_acks(controller.ack_write_queue), ready_acks(controller.ack_load_queue)]
         )
@@ -71,7 +76,8 @@ class Transfers(Generic[MetadataT]):
         self._settle_loads(loads)
 
     def settle_backups(self) -> None:
-        """Settle the backups that have finished on every rank, by a reduction of their own."""
+        """`settle` for backups alone, by a reduction of their own."""
+        self._controller.start_writing()
         self._settle_backups(self.agreement.minimum([ready_acks(self._controller.ack_write_queue)])[0])
 
     def settle_loads(self) -> None:
@@ -80,10 +86,12 @@ class Transfers(Generic[MetadataT]):
 
     def finish_backups(self) -> None:
         """Wait for all backups and settle them, without a reduction: every rank does so."""
+        self._controller.start_writing()
         self._settle_backups(len(self._controller.ack_write_queue))
 
     def finish_backup(self, node: LayoutTreeNode[MetadataT]) -> None:
         """Wait for a backup of `node` that is under way, and settle it and those before it. No reduction either."""
+        self._controller.start_writing()
         while self.in_flight.is_copied(node):
             self._settle_backups(1)
 
@@ -95,6 +103,8 @@ class Transfers(Generic[MetadataT]):
 
     def _end_backup(self, backup_id: int) -> None:
         backup = self.in_flight.end_backup(backup_id)
+        if not any(part.metadata is not None and len(part.metadata.host_pages) for part in backup.parts):
+            self._report.stats.zero_owned_backups += 1
         for part in backup.parts:
             self._events.record_store(part, medium=StorageMedium.CPU)
         self._accounting.host_copies.release(backup.node)

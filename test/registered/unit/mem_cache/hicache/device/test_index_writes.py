@@ -318,12 +318,12 @@ class TestIndexWrites(CacheTestCase):
         chain = [3, 2, 6]
         self._pass(group, "one kernel for all", chain, slots_of(chain))
         pools: list[Any] = [group.whole, *group.shared]
-        table = torch.tensor(chain, dtype=torch.int32)
+        tokens = 2 * PAGE + 5
+        request = (torch.tensor([tokens]), torch.tensor([chain], dtype=torch.int32), tokens, tokens)
         group.everywhere(lambda pool: index_pages(pool, 0))  # gathered here: the interpreter has one thread
         with interpreted(ACCESSOR) as accessor, mock.patch(ACCESSOR_IN_CACHE, accessor):
-            keys = [pool.get_index_k_continuous(0, 2 * PAGE + 5, table) for pool in pools]
-            scales = [pool.get_index_k_scale_continuous(0, 2 * PAGE + 5, table) for pool in pools]
+            read_by_rank = [pool.get_index_k_scale_buffer(0, *request) for pool in pools]
         self.assertEqual(group.reduce.calls, LAYERS + 1)
-        for read in (keys, scales):
+        for read in zip(*read_by_rank, strict=True):
             self.assertGreater(int(read[0].count_nonzero()), PAGE)
             self.assertTrue(all(torch.equal(found, read[0]) for found in read))

@@ -44,7 +44,7 @@ DEVICE_POOLS: dict[str, dict[str, PoolKind]] = {
     "mem_cache.base_swa_memory_pool": {"BaseSWAKVPool": PoolKind.OTHER},
     "mem_cache.swa_memory_pool": {"SWAKVPool": PoolKind.OTHER},  # two pools with different slots
     "mem_cache.hisparse_memory_pool": {"HiSparseDSATokenToKVPool": PoolKind.HISPARSE},
-    "mem_cache.dsa_cache_layer_split": {"LayerSplitDSATokenToKVPool": PoolKind.OTHER},  # layers split over ranks
+    "mem_cache.dsa_cache_layer_split": {"LayerSplitDSATokenToKVPool": PoolKind.DSA},  # see test_layer_split
     "mem_cache.qsa_kv_pool": {"QSATokenToKVPool": PoolKind.OTHER},
     "mem_cache.unified_memory_pool": {  # rows are views in a kernel-facing order
         "UnifiedMHATokenToKVPool": PoolKind.OTHER,
@@ -133,11 +133,6 @@ class TestPoolKinds(CacheTestCase):
 
     def test_a_dsa_pool_that_pools_index_keys_is_refused(self) -> None:
         assert pool_kind(_make_dsa_pool(index_kpool=4)) is PoolKind.OTHER
-
-    def test_a_pool_with_layers_split_over_ranks_is_refused(self) -> None:
-        pool = _make_dsa_pool()
-        pool.layer_shard_enabled = True
-        assert pool_kind(pool) is PoolKind.OTHER
 
     def test_an_mha_pool_with_heads_before_slots_is_refused(self) -> None:
         with envs.SGLANG_USE_HND_KVCACHE.override(True):

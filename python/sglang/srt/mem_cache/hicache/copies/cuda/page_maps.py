@@ -22,7 +22,7 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 from sglang.srt.mem_cache.pool_host.dsa import DSAIndexerPoolHost
 
 from sglang.srt.mem_cache.hicache.device.pools import index_buffers
-from sglang.srt.mem_cache.hicache.seam.sglang import index_host_layers
+from sglang.srt.mem_cache.hicache.seam.sglang import host_layers
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -110,11 +110,9 @@ def _views(entry: PoolEntry, page_size: int) -> list[tuple[_Views, _Views]] | No
     layers = device_pool.layer_num
     if host_pool.layout not in ("layer_first", "page_first_direct"):
         return None
+    places = host_layers(host_pool, device_pool)
     if isinstance(host_pool, DSAIndexerPoolHost):
-        host = [
-            None if layer is None else _host_layer(host_pool.index_k_with_scale_buffer, layer, host_pool.layout, 1)
-            for layer in index_host_layers(host_pool, layers)
-        ]
+        host = _host_layers(host_pool.index_k_with_scale_buffer, places, host_pool.layout, 1)
         device = [buffer if buffer.numel() else None for buffer in index_buffers(device_pool)]
         if len(device) != layers:
             return None
@@ -128,16 +126,18 @@ def _views(entry: PoolEntry, page_size: int) -> list[tuple[_Views, _Views]] | No
         return None
     return [
         (
-            [_host_layer(buffer, layer, host_pool.layout, page_size) for layer in range(layers)],
-            [_by_page(rows[layer], page_size) for layer in range(layers)],
+            _host_layers(buffer, places, host_pool.layout, page_size),
+            [None if place is None else _by_page(layer, page_size) for layer, place in zip(rows, places, strict=True)],
         )
         for buffer, rows in sides
     ]
 
 
-def _host_layer(buffer: torch.Tensor, layer: int, layout: str, page_size: int) -> torch.Tensor:
-    """The pages of one layer: a buffer ``[layers, rows, ...]`` or ``[pages, layers, ...]``."""
-    return _by_page(buffer[layer], page_size) if layout == "layer_first" else buffer[:, layer]
+def _host_layers(buffer: torch.Tensor, places: Sequence[int | None], layout: str, page_size: int) -> _Views:
+    """The pages of each layer: a buffer ``[layers, rows, ...]`` or ``[pages, layers, ...]`` has them at `places`."""
+    if layout == "layer_first":
+        return [None if place is None else _by_page(buffer[place], page_size) for place in places]
+    return [None if place is None else buffer[:, place] for place in places]
 
 
 def _by_page(rows: torch.Tensor, page_size: int) -> torch.Tensor:
