@@ -79,7 +79,8 @@ class TestCopiesAhead(CacheTestCase):
         group.hold()
         _evict(group, FULL_AFTER)
         for rank in group.ranks:
-            self.assertEqual((len(rank.controller.ack_write_queue), rank.cache.protected_size()), (2, 0))
+            under_way = [node for ack in rank.controller.ack_write_queue for node in ack.node_ids]
+            self.assertEqual((len(under_way), rank.cache.protected_size()), (2, 0))
             self.assertEqual(rank.cache.evictable_size(), 4 * rank.spec.page_size)
         self.assertEqual(_evict(group, 4), 4)
         group.release()
@@ -93,9 +94,11 @@ class TestCopiesAhead(CacheTestCase):
 
     def test_an_eviction_waits_for_the_copies_of_what_leaves_and_for_no_later_ones(self) -> None:
         group = _group()
-        _serve(group, *range(FULL_AFTER + 4))
+        _serve(group, *range(FULL_AFTER + 6))
         group.hold()
-        _evict(group, FULL_AFTER)
+        _evict(group, FULL_AFTER)  # the next two are copied together
+        _evict(group, 1)
+        _evict(group, 1)  # and then one by one
         second = [rank.controller.ack_write_queue[1] for rank in group.ranks]
         _evict(group, 1)
         for rank, ack in zip(group.ranks, second, strict=True):
