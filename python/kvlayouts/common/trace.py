@@ -10,6 +10,7 @@ The token at offset `o` of block `b` is `b * 512 + o`: a pure function of block 
 from __future__ import annotations
 
 import json
+import os
 from array import array
 from bisect import bisect_left
 from dataclasses import dataclass
@@ -150,7 +151,8 @@ def read_trace(path: Path, *, block_tokens: int = TRACE_BLOCK_TOKENS, max_reques
     if max_requests is not None and len(requests) < max_requests:
         raise InputError(f"--requests {max_requests}: must be between 1 and {len(requests)}, the trace's requests")
     given = None if path == DEFAULT_TRACE else path
-    return Trace(name=path.name, requests=requests, block_tokens=block_tokens, path=given)
+    name = os.fsencode(path.name).decode("utf-8", "replace")  # pictures take no bytes that are not UTF-8
+    return Trace(name=name, requests=requests, block_tokens=block_tokens, path=given)
 
 
 def _read_requests(file: BinaryIO, path: Path, block_tokens: int, max_requests: int | None) -> Iterator[TraceRequest]:

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 TELL_EVERY: Final = 512
 TOO_CLOSE: Final = 0.12
+MAX_PAGES: Final = 2**26
+"""Slot pages of all ranks together: each takes bytes in a plan."""
 CHOSEN_ABOVE: Final = 16
 """How many times the chosen host memory a sweep goes to at least, unless less holds the whole trace."""
 
@@ -64,8 +66,20 @@ def _strategies(config: PlanConfig, trace: Trace) -> tuple[dict[str, AnyKVLayout
             refused[name] = in_own_words(error)
             continue
         check_device_tokens(trace, config.page_size, config.device_tokens, name, layout.logical_tokens)
+        _refuse_too_many_pages(config, layout)
         accepted[name] = layout
     return accepted, refused
+
+
+def _refuse_too_many_pages(config: PlanConfig, layout: AnyKVLayoutStrategy) -> None:
+    """Raise `InputError` for more pages than a plan can count."""
+    pages = layout.logical_tokens(config.device_tokens) // config.page_size
+    if pages > MAX_PAGES:
+        most = config.device_pages * MAX_PAGES // pages * config.page_size
+        raise InputError(
+            f"--device-tokens {config.device_tokens}: are {pages:,} pages of --page-size {config.page_size} on "
+            f"--gpus {config.gpus} with layout {layout.name}; must be at most {most} there"
+        )
 
 
 def _refuse_as_a_server(config: PlanConfig, layout: AnyKVLayoutStrategy) -> None:

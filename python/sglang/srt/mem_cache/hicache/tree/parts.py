@@ -105,7 +105,9 @@ def build_tree_parts(
     )
     copies_ahead = CopiesAhead(
         settings=settings,
-        device_tokens=int(slots.room_pages().sum()) * layout.page_size,
+        device_pages=int(slots.room_pages().sum()),
+        host_pages=sum(controller.ledger.free_pages),
+        page_size=layout.page_size,
         accounting=accounting,
         backups=backups,
     )
