@@ -214,11 +214,6 @@ def synchronisation_forbidden() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def pool_bytes_per_page(device_pool: KVCache) -> int:
-    """Bytes of a page over all buffers and layers."""
-    return sum(view.shape[1] * 8 for view in page_views(device_pool))
-
-
 def table(title: str, columns: list[str], rows: list[list[str]]) -> str:
     """Plain text."""
     widths = [max(len(row[at]) for row in [columns, *rows]) for at in range(len(columns))]

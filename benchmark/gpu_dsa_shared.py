@@ -318,12 +318,13 @@ def slots_of(pages: list[int]) -> torch.Tensor:
 def apply_hooks() -> str:
     """Put our hooks on SGLang's indexer, as a server would; what is wrong, or nothing."""
     registry: Any = import_module("sglang.srt.plugins.hook_registry").HookRegistry
-    plugin: Any = import_module("sglang.srt.mem_cache.hicache.server.plugin")
-    hooks = [hook for hook in plugin.HOOKS if hook.target.startswith(INDEXER)]
+    table: Any = import_module("sglang.srt.mem_cache.hicache.server.hook_table")
+    is_applied: Any = import_module("sglang.srt.mem_cache.hicache.server.hooks")._is_applied  # noqa: SLF001
+    hooks = [hook for hook in table.HOOKS if hook.target.startswith(INDEXER)]
     for hook in hooks:
         registry.register(hook.target, hook.function, hook.kind)
     registry.apply_hooks()
-    missing = [hook.target for hook in hooks if not plugin._is_applied(hook)]  # noqa: SLF001  # for these alone
+    missing = [hook.target for hook in hooks if not is_applied(hook)]
     return f"not hooked: {', '.join(missing) or INDEXER}" if missing or not hooks else ""
 
 

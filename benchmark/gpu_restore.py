@@ -48,6 +48,7 @@ from sglang.srt.mem_cache.hicache.slots.allocator import LaneSlotAllocator
 from sglang.srt.mem_cache.hicache.tree.calls import Insertion
 from sglang.srt.mem_cache.layouts import GroupKind, LayoutConfig, create_layout
 from sglang.srt.mem_cache.layouts.pages import pages_of_tokens
+from sglang.srt.mem_cache.layouts.rounding import ceil_div
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -89,7 +90,7 @@ class Restore:
     ) -> None:
         self.layers = layers
         self.rng = np.random.default_rng(5)
-        own_pages = -(-PREFIX_PAGES // shards)
+        own_pages = ceil_div(PREFIX_PAGES, shards)
         self.device_pool = make_device_pool(POOL, pages=own_pages, layers=layers)
         self.content = PageContent(self.device_pool)
         self.layout = create_layout(
@@ -219,7 +220,7 @@ def grow_memory(gib: float) -> None:
 
 def layers_that_fit(shards: int) -> int:
     """Layers of a rank's share that host and device have room for."""
-    own_tokens = -(-PREFIX_PAGES // shards) * PAGE_SIZE
+    own_tokens = ceil_div(PREFIX_PAGES, shards) * PAGE_SIZE
     host = psutil.virtual_memory().available - RESERVE_BYTES
     device = torch.cuda.mem_get_info()[0] - (4 << 30)
     return max(1, min(MODEL_LAYERS, int(min(host, device) / (own_tokens * BYTES_PER_TOKEN_AND_LAYER * 1.01))))

@@ -75,7 +75,7 @@ def make_rank(rank: int) -> HiRadixCache[Any]:
 
 
 def compute_and_insert(cache: HiRadixCache[Any], tokens: array[int]) -> None:
-    """What a scheduler does for a prompt whose cached prefix is on the device: match, allocate, insert."""
+    """What a scheduler does for a prompt whose cached prefix is on the device: match, allocate, insert, copy."""
     found = cache.match(RadixKey(array("q", tokens))).slots
     cached = len(found) // PAGE
     base = cache.layout.chain_base(tokens[:PAGE].tobytes(), "")
@@ -83,6 +83,7 @@ def compute_and_insert(cache: HiRadixCache[Any], tokens: array[int]) -> None:
     assert pages is not None
     slots = torch.cat([found, cache.slots.slots(pages)])
     cache.put(Insertion(key=RadixKey(array("q", tokens)), value=slots))
+    cache.parts.transfers.submit_backups()
 
 
 def load_back(cache: HiRadixCache[Any], tokens: array[int]) -> None:
@@ -104,7 +105,6 @@ def describe(caches: Sequence[HiRadixCache[Any]], number: int) -> Iterator[str]:
     yield f"  node {node.id}: {node.tokens} tokens, on the {place(node)}, locks {node.lock_ref}"
     if node.value is not None:
         yield row("slot page", node.slot_pages.tolist())
-        yield row("row page on its owner", (node.slot_pages // RANKS).tolist())
     if node.metadata is not None:
         yield row("lane (owner)", node.metadata.lanes.tolist())
     for rank, own in enumerate(nodes):
@@ -122,15 +122,14 @@ def place(node: LayoutTreeNode[Any]) -> str:
 
 
 def summary(caches: Sequence[HiRadixCache[Any]]) -> Iterator[str]:
-    """Free pages by lane, acks that wait if any do, and whether all ranks have the same tree and ledger."""
+    """Free pages by lane, and acks that wait if any do. All ranks have the same tree and ledger."""
     cache = caches[0]
     ledger = cache.cache_controller.ledger
     acks = [(len(own.cache_controller.ack_write_queue), len(own.cache_controller.ack_load_queue)) for own in caches]
-    same = len({tree_digest(own) for own in caches}) == 1
+    assert len({tree_digest(own) for own in caches}) == 1, "the ranks differ"
     yield f"  free by lane: slot pages {tuple(cache.slots.room_pages().tolist())}, host pages {ledger.free_pages}"
     if any(writes or loads for writes, loads in acks):
         yield f"  acks that wait (write, load), by rank: {', '.join(str(pair) for pair in acks)}"
-    yield f"  ranks equal: {'yes' if same else 'NO'}"
 
 
 def story() -> Iterator[str]:

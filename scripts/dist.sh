@@ -14,8 +14,9 @@ quiet() { "$@" >"$work/log" 2>&1 </dev/null || { tail -n 15 "$work/log" >&2; ech
 
 # From the files that git knows, so that nothing stray is packed.
 build() {
-    local py=$PWD/$(bash scripts/setup_env.sh --where)/bin/python
-    SGLANG= bash scripts/setup_env.sh
+    local py
+    py=$PWD/$(SGLANG='' bash scripts/setup_env.sh --where)/bin/python
+    SGLANG='' bash scripts/setup_env.sh
     mkdir "$work/source"
     git ls-files -z | xargs -0 cp --parents -t "$work/source"
     rm -rf dist

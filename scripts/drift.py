@@ -42,7 +42,7 @@ from sglang.srt.mem_cache.hicache.device.shared_pools import LayoutDSATokenToKVP
 from sglang.srt.mem_cache.hicache.radix_cache import HiRadixCache
 from sglang.srt.mem_cache.hicache.releases import supported_releases
 from sglang.srt.mem_cache.hicache.server.allocator import ServingSlotAllocator
-from sglang.srt.mem_cache.hicache.server.plugin import HOOKS as OUR_HOOKS
+from sglang.srt.mem_cache.hicache.server.hook_table import HOOKS as OUR_HOOKS
 from sglang.srt.mem_cache.hicache.tree.node import LayoutTreeNode
 
 if TYPE_CHECKING:

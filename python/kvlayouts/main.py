@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from kvlayouts.bench.command import bench
 from kvlayouts.check.command import check
-from kvlayouts.common.endings import EXIT_READER_GONE, behind, drop_unread_output, interrupt_status
+from kvlayouts.common.endings import EXIT_READER_GONE, behind, drop_unread_output, interrupt_status, open_closed_streams
 from kvlayouts.common.errors import InputError, RunError
 from kvlayouts.common.own_flags import options_of, own_words
 from kvlayouts.explain.command import explain
@@ -37,6 +37,7 @@ EXIT_BAD_INPUT: Final = 2
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status; `argv` is `sys.argv[1:]` where it is None."""
+    open_closed_streams()
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # pictures and names may hold what the terminal does not know
     try:
@@ -47,6 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(str(error), EXIT_BAD_INPUT)
     except RunError as error:
         return _fail(str(error), EXIT_FAILED)
+    except MemoryError as error:
+        return _fail(f"not enough memory: {error}", EXIT_FAILED)
     except (click.Abort, OSError, SystemExit) as error:
         return _ended_early(error)
     return status if isinstance(status, int) else EXIT_OK

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.layouts.pages import PageArray
 
 ROWS = 6
-LONGEST_TOKENS = 256
+LONGEST_TOKENS = 1024
 # Classes of hundreds of fields, of which our stubs have few.
 _schedule_batch: Any = import_module("sglang.srt.managers.schedule_batch")
 _NO_SPECULATION: Any = import_module("sglang.srt.speculative.spec_info").SpeculativeAlgorithm.NONE
@@ -117,6 +117,7 @@ class Scheduler:
                 break
             self.running.prepare_for_decode()
             for request in self.running.reqs:
+                self.forward(request, len(request.origin_input_ids) + len(request.output_ids))
                 request.output_ids.append(900_000 + len(request.output_ids))
         return retracted
 
@@ -131,6 +132,9 @@ class Scheduler:
             self.running.filter_batch(
                 keep_indices=[at for at, other in enumerate(self.running.reqs) if other is not request]
             )
+
+    def forward(self, request: Any, end: int) -> None:  # noqa: ANN401
+        """The model computes the KV of a request's tokens up to `end`; there is none here."""
 
     def settle(self) -> None:
         """What the scheduler does in every turn, when all copies have ended."""
@@ -181,6 +185,7 @@ class Scheduler:
         )
         batch.prepare_for_extend()
         for request in requests:
+            self.forward(request, extend_end(request))
             unfinished = extend_end(request) < len(request.full_untruncated_fill_ids)
             if unfinished:
                 self.chunked.append(request)

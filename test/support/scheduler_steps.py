@@ -25,7 +25,10 @@ def admit(request: Any, cache: Any) -> bool:  # noqa: ANN401  # SGLang's
     request.init_next_round_input(cache)
     hit = bool(request.host_hit_length)
     if hit:
-        params = InitLoadBackParams(best_match_node=request.best_match_node, host_hit_length=request.host_hit_length)
+        asked: dict[str, Any] = {"req": request}  # a field that our stub lacks
+        params = InitLoadBackParams(
+            best_match_node=request.best_match_node, host_hit_length=request.host_hit_length, **asked
+        )
         loaded, request.last_node = cache.init_load_back(params)
         cache.ready_to_load_host_cache()
         if SINCE_0_5_23:

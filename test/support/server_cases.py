@@ -9,7 +9,7 @@ from typing import Any
 from sglang.srt.arg_groups.model_override_base import resolving_view
 
 from sglang.srt.mem_cache.hicache.seam.server_flags import FIELDS
-from sglang.srt.mem_cache.hicache.server.refusals import ModelFacts, ServerFacts
+from sglang.srt.mem_cache.hicache.server.facts import ModelFacts, ServerFacts
 
 sglang_args: Any = import_module("sglang.srt.server_args")  # records of 500 fields: not in our stubs
 MLA = ModelFacts()

@@ -8,6 +8,7 @@ import click
 
 from kvlayouts.bench.config import BENCHES, MIN_ROUNDS, BenchConfig
 from kvlayouts.common import options
+from kvlayouts.common.cpu_only import hide_accelerators
 from kvlayouts.common.endings import termination_as_interrupt
 from kvlayouts.common.outputs import check_outputs, deliver, json_output
 from kvlayouts.common.trace import DEFAULT_TRACE, read_trace
@@ -45,6 +46,7 @@ def _first_requests(config: BenchConfig) -> Trace:
 
 
 def _run(config: BenchConfig, trace: Trace, json_path: Path | None) -> int:
+    hide_accelerators()
     from kvlayouts.bench.run import run_benches
     from kvlayouts.common.progress import progress_on_stderr
 

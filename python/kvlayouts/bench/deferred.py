@@ -18,7 +18,7 @@ from kvlayouts.bench.figures import Figure, compared
 from kvlayouts.bench.subjects import OurSubject, PoolSizes, leaf_tokens, subjects_runtime
 from kvlayouts.bench.timing import alternating, thread_seconds, wall_seconds
 from sglang.srt.mem_cache.hicache.agreement import RankAgreement
-from sglang.srt.mem_cache.hicache.tree.eviction_order import EvictionOrder
+from sglang.srt.mem_cache.hicache.tree.leaf_heap import EvictionOrder
 from sglang.srt.mem_cache.hicache.waits import EVENTS, BoundedReduction
 from sglang.srt.mem_cache.layouts.errors import LayoutInvariantError
 

@@ -11,6 +11,7 @@ from sglang.srt.mem_cache.common import evict_from_tree_cache
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from kvlayouts.bench.subjects import NoCopyEngine, cache_params, device_pool, joined
+from kvlayouts.common.values import ceil_div
 from sglang.srt.mem_cache.hicache.seam.trees import OWN_TREES, make_tree, match_and_load, put
 from sglang.srt.mem_cache.layouts.errors import LayoutInvariantError
 
@@ -42,7 +43,7 @@ class SGLangSubject:
         prefix, node = match_and_load(cache, RadixKey(tokens, limit=len(tokens) - 1))
         cache.ready_to_load_host_cache()
         lock = cache.inc_lock_ref(node)
-        need = -(-len(tokens) // page_size) * page_size - len(prefix)
+        need = ceil_div(len(tokens), page_size) * page_size - len(prefix)
         evict_from_tree_cache(cache, need)
         fresh = allocator.alloc(need)
         if fresh is None:

@@ -25,6 +25,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from typing_extensions import override
 
 from kvlayouts.common.trace import default_device_tokens
+from kvlayouts.common.values import ceil_div
 from sglang.srt.mem_cache.hicache.agreement import RankAgreement
 from sglang.srt.mem_cache.hicache.assemble import assemble_cache
 from sglang.srt.mem_cache.hicache.copies.exchange import PageExchanger
@@ -73,7 +74,7 @@ def sizes_for(trace: Trace, ranks: int) -> PoolSizes:
     usual = PoolSizes()
     needed = max(usual.device_tokens, default_device_tokens(trace, usual.page_size))
     unit = usual.page_size * ranks
-    return replace(usual, device_tokens=-(-needed // unit) * unit)
+    return replace(usual, device_tokens=ceil_div(needed, unit) * unit)
 
 
 class Subject(Protocol):
@@ -191,7 +192,7 @@ class OurSubject:
         cache.inc_lock_ref(node)
         cached, whole = len(prefix) // page_size, len(tokens) // page_size
         base = self.layout.chain_base(tokens[:page_size].tobytes(), "")
-        fresh = cache.alloc_slots(self.layout.extend_lanes(base, cached, -(-len(tokens) // page_size) - cached))
+        fresh = cache.alloc_slots(self.layout.extend_lanes(base, cached, ceil_div(len(tokens), page_size) - cached))
         if fresh is None:
             raise LayoutInvariantError(f"no room for a prompt of {len(tokens)} tokens")
         slots = joined(prefix, self.allocator.slots(fresh))

@@ -65,6 +65,16 @@ def behind(error: BaseException | None, kind: type[ErrorT]) -> ErrorT | None:
     return error
 
 
+def open_closed_streams() -> None:
+    """Standard streams that were closed from the start lead nowhere, else the next files and pipes took their place."""
+    while (nowhere := os.open(os.devnull, os.O_RDWR)) <= 2:  # the lowest number that is free
+        pass
+    os.close(nowhere)
+    sys.stdin = sys.stdin or os.fdopen(0, encoding="utf-8", closefd=False)
+    sys.stdout = sys.stdout or os.fdopen(1, "w", encoding="utf-8", closefd=False)
+    sys.stderr = sys.stderr or os.fdopen(2, "w", encoding="utf-8", closefd=False)
+
+
 def drop_unread_output() -> None:
     """What could not be written is given to nobody, else the interpreter tries again at its end and complains."""
     for stream in filter(None, (sys.stdout, sys.stderr)):  # None where it was closed from the start

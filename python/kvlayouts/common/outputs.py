@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Final
@@ -44,7 +45,7 @@ def deliver(show: Callable[[Console], None], *outputs: Output, plain_width: int 
     """Print on standard output, then write the files, also where nobody reads what is printed.
 
     `plain_width` is that of what goes to a file or a pipe. Raises `RunError` where a file could not be written after
-    all.
+    all; the others are written.
     """
     from rich.console import Console
 
@@ -52,17 +53,23 @@ def deliver(show: Callable[[Console], None], *outputs: Output, plain_width: int 
     try:
         show(Console(force_terminal=terminal, width=None if terminal else plain_width))
     finally:
-        for output in outputs:
-            _write(output)
+        with ExitStack() as all_of_them:  # each is called, whatever another one raises; the last one first
+            for output in reversed(outputs):
+                all_of_them.callback(_write, output)
 
 
 def _write(output: Output) -> None:
     if output.path is None:
         return
+    is_new = not output.path.exists()
     try:
         output.write(output.path)
-    except OSError as error:
-        raise RunError(f"{output.flag} {output.path}: cannot be written: {error.strerror or error}") from error
+    except BaseException as error:
+        if is_new:
+            output.path.unlink(missing_ok=True)  # no half of a file
+        if isinstance(error, OSError):
+            raise RunError(f"{output.flag} {output.path}: cannot be written: {error.strerror or error}") from error
+        raise
 
 
 def check_outputs(outputs: Mapping[str, Path | None], trace: Path | None = None) -> None:

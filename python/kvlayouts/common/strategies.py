@@ -55,7 +55,7 @@ def read_options(layouts: Sequence[str], text: str | None) -> Mapping[str, objec
 
 
 def create_rank(
-    name: str, *, page_size: int, ranks: int, rank: int, options: Mapping[str, object]
+    name: str, *, page_size: int, shard_size: int, rank: int, options: Mapping[str, object]
 ) -> AnyKVLayoutStrategy:
     """The strategy of one rank of a group. Raises `InputError` if it refuses its settings or its geometry."""
     load_layouts()
@@ -66,17 +66,20 @@ def create_rank(
         rejoin()  # another distribution's may use what it likes of SGLang
     try:
         return create_layout(
-            LayoutConfig(name=name, page_size=page_size, shard_size=ranks, shard_rank=rank, options=options)
+            LayoutConfig(name=name, page_size=page_size, shard_size=shard_size, shard_rank=rank, options=options)
         )
     except ValueError as error:
         raise InputError(f"--layout {name}: {in_own_words(error)}") from error
 
 
 def create_group(
-    name: str, *, page_size: int, ranks: int, options: Mapping[str, object]
+    name: str, *, page_size: int, shard_size: int, options: Mapping[str, object]
 ) -> Sequence[AnyKVLayoutStrategy]:
     """The strategies of all ranks. Raises `InputError` besides where a page would not have exactly one owner."""
-    layouts = [create_rank(name, page_size=page_size, ranks=ranks, rank=rank, options=options) for rank in range(ranks)]
+    layouts = [
+        create_rank(name, page_size=page_size, shard_size=shard_size, rank=rank, options=options)
+        for rank in range(shard_size)
+    ]
     from sglang.srt.mem_cache.layouts.errors import LayoutConfigError
     from sglang.srt.mem_cache.layouts.owners import refuse_shared_owners
 

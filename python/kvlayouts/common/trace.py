@@ -10,6 +10,7 @@ The token at offset `o` of block `b` is `b * 512 + o`: a pure function of block 
 from __future__ import annotations
 
 import json
+import os
 from array import array
 from bisect import bisect_left
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Final
 
 from kvlayouts.common.errors import InputError
-from kvlayouts.common.values import TRACE_BLOCK_TOKENS, check_range
+from kvlayouts.common.values import TRACE_BLOCK_TOKENS, ceil_div, check_range
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -150,7 +151,8 @@ def read_trace(path: Path, *, block_tokens: int = TRACE_BLOCK_TOKENS, max_reques
     if max_requests is not None and len(requests) < max_requests:
         raise InputError(f"--requests {max_requests}: must be between 1 and {len(requests)}, the trace's requests")
     given = None if path == DEFAULT_TRACE else path
-    return Trace(name=path.name, requests=requests, block_tokens=block_tokens, path=given)
+    name = os.fsencode(path.name).decode("utf-8", "replace")  # pictures take no bytes that are not UTF-8
+    return Trace(name=name, requests=requests, block_tokens=block_tokens, path=given)
 
 
 def _read_requests(file: BinaryIO, path: Path, block_tokens: int, max_requests: int | None) -> Iterator[TraceRequest]:
@@ -175,13 +177,13 @@ def _parse_request(line: bytes, block_tokens: int) -> TraceRequest:
     if "output_length" in fields:
         _integer(fields, "output_length", 0)
     block_ids = _block_ids(fields)
-    expected = -(-input_tokens // TRACE_BLOCK_TOKENS)
+    expected = ceil_div(input_tokens, TRACE_BLOCK_TOKENS)
     if len(block_ids) != expected:
         raise InputError(
             f"hash_ids has {len(block_ids)} ids, but input_length {_shown(input_tokens)} needs {_shown(expected)} "
             f"(one per {TRACE_BLOCK_TOKENS} tokens)"
         )
-    prompt_tokens = -(-input_tokens * block_tokens // TRACE_BLOCK_TOKENS)
+    prompt_tokens = ceil_div(input_tokens * block_tokens, TRACE_BLOCK_TOKENS)
     return TraceRequest(timestamp_ms=timestamp_ms, prompt_tokens=prompt_tokens, block_ids=block_ids)
 
 
@@ -213,9 +215,23 @@ def _shown(value: object) -> str:
     return f"{text[:37]}..." if len(text) > 40 else text or "(an empty line)"
 
 
+def trace_json(trace: Trace) -> dict[str, object]:
+    """What a results file says about its trace."""
+    hits = trace.infinite_cache_hits()
+    return {
+        "name": trace.name,
+        "requests": len(trace.requests),
+        "block_tokens": trace.block_tokens,
+        "prompt_tokens": trace.prompt_tokens,
+        "longest_prompt_tokens": trace.longest_prompt_tokens,
+        "infinite_cache_hit_share": hits.token_share,
+        "infinite_cache_block_hit_share": hits.block_share,
+    }
+
+
 def prompt_room_tokens(trace: Trace, page_size: int) -> int:
     """Tokens of the longest prompt, rounded up to whole pages: the slots that it takes."""
-    return -(-trace.longest_prompt_tokens // page_size) * page_size
+    return ceil_div(trace.longest_prompt_tokens, page_size) * page_size
 
 
 def default_device_tokens(trace: Trace, page_size: int) -> int:
@@ -224,7 +240,7 @@ def default_device_tokens(trace: Trace, page_size: int) -> int:
     Depends on no layout strategy, so that all of them get the same memory; a rank that keeps whole prompts can hold it.
     """
     prompt_pages = prompt_room_tokens(trace, page_size) // page_size
-    return (prompt_pages + max(MIN_SLACK_PAGES, -(-prompt_pages // 8))) * page_size
+    return (prompt_pages + max(MIN_SLACK_PAGES, ceil_div(prompt_pages, 8))) * page_size
 
 
 def check_device_tokens(

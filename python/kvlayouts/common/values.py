@@ -13,9 +13,11 @@ from kvlayouts.common.errors import InputError
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.hicache.accepted import DSA_PAGE_SIZE as DSA_PAGE_SIZE
     from sglang.srt.mem_cache.hicache.accepted import WritePolicy as WritePolicy
+    from sglang.srt.mem_cache.layouts.rounding import ceil_div as ceil_div
 else:
     _accepted = load_alone("hicache.accepted")
     DSA_PAGE_SIZE, WritePolicy = _accepted.DSA_PAGE_SIZE, _accepted.WritePolicy
+    ceil_div = load_alone("layouts.rounding").ceil_div
 
 PoolName: TypeAlias = Literal["dsa", "mla", "mha"]
 EvictionPolicy: TypeAlias = Literal["lru", "lfu", "fifo", "mru", "filo", "priority", "slru"]
@@ -72,3 +74,17 @@ def check_host_ratio(host_ratio: float) -> None:
         check_ratio("--host-ratio", host_ratio)
     except LayoutConfigError as error:
         raise InputError(str(error)) from error
+
+
+def pages_of_host_ratio(host_ratio: float, device_tokens: int, page_size: int) -> int:
+    """Whole host pages of one rank. Raises `InputError` where not even one remains, or for `check_host_ratio`."""
+    check_host_ratio(host_ratio)
+    from sglang.srt.mem_cache.hicache.host.sizes import host_pages
+    from sglang.srt.mem_cache.layouts.errors import LayoutConfigError
+
+    try:
+        return host_pages(
+            ratio=host_ratio, gigabytes=0, device_tokens=device_tokens, page_size=page_size, kv_slot_bytes=1
+        )
+    except LayoutConfigError as error:
+        raise InputError(str(error).replace("--hicache-ratio", "--host-ratio")) from error

@@ -62,7 +62,7 @@ def explain(
         ExplainConfig(
             layout=layout,
             options=layout_options,
-            ranks=cp_size,
+            shard_size=cp_size,
             page_size=page_size,
             tokens=tokens,
             split_tokens=split,

@@ -18,7 +18,7 @@ import numpy as np
 
 from kvlayouts.common.errors import RunError
 from kvlayouts.common.strategies import create_rank
-from kvlayouts.explain.free_pages import HostPages, SlotPages
+from kvlayouts.explain.made_up_pages import HostPages, SlotPages
 from sglang.srt.mem_cache.layouts.capabilities import has_host_lanes
 from sglang.srt.mem_cache.layouts.errors import LayoutConfigError, LayoutInvariantError
 from sglang.srt.mem_cache.layouts.facts import host_lanes
@@ -41,7 +41,7 @@ class ExplainConfig:
 
     layout: str
     options: Mapping[str, object]
-    ranks: int
+    shard_size: int
     page_size: int
     tokens: int
     split_tokens: int | None = None
@@ -134,8 +134,10 @@ def tell(config: ExplainConfig) -> NodeStory:
     answers contradict each other.
     """
     layouts = tuple(
-        create_rank(config.layout, page_size=config.page_size, ranks=config.ranks, rank=rank, options=config.options)
-        for rank in range(config.ranks)
+        create_rank(
+            config.layout, page_size=config.page_size, shard_size=config.shard_size, rank=rank, options=config.options
+        )
+        for rank in range(config.shard_size)
     )
     try:
         return _tell(config, layouts)
@@ -225,7 +227,7 @@ def to_json(story: NodeStory) -> dict[str, object]:
     return {
         "layout": config.layout,
         "options": dict(config.options),
-        "ranks": config.ranks,
+        "ranks": config.shard_size,
         "page_size": config.page_size,
         "tokens": config.tokens,
         "pages": config.pages,

@@ -17,12 +17,11 @@ MOST_LANES: Final = 12
 
 
 def headline(story: NodeStory) -> str:
-    """Layout, ranks, page size."""
+    """Layout, ranks, lanes, page size."""
     config = story.config
-    lanes = "one lane: every rank stores every page" if story.lane_count == 1 else f"{story.lane_count} lanes"
-    if story.exchanges:
-        lanes += " on the host, exchanged after a load"
-    return f"{config.layout}: {count(config.ranks, 'rank')}, {lanes}, pages of {count(config.page_size, 'token')}"
+    ranks, lanes = count(config.shard_size, "rank"), count(story.lane_count, "lane")
+    where = " on the host, exchanged after a load" if story.exchanges else ""
+    return f"{config.layout}: {ranks}, {lanes}{where}, pages of {count(config.page_size, 'token')}"
 
 
 def node_line(story: NodeStory) -> str:
@@ -37,9 +36,8 @@ def node_line(story: NodeStory) -> str:
 
 def chain_line(story: NodeStory) -> str:
     """Where the chain starts, and how its pages are spread."""
-    pages = "host pages needed" if story.lane_count == 1 else "host pages needed in each lane"
     start = "Every rank stores every page" if story.exchanges else f"The chain starts in lane {story.base}"
-    return f"{start}; {pages}: {by_lane(story.demand_pages)}"
+    return f"{start}; host pages needed in each lane: {by_lane(story.demand_pages)}"
 
 
 def by_lane(pages: Sequence[int]) -> str:
@@ -51,7 +49,7 @@ def by_lane(pages: Sequence[int]) -> str:
 def metadata_line(story: NodeStory) -> str:
     """Metadata bytes of all ranks."""
     total = sum(rank.metadata_bytes for rank in story.ranks)
-    each = total / story.config.pages / story.config.ranks
+    each = total / story.config.pages / story.config.shard_size
     return f"Metadata: {total:,} bytes on all ranks, {each:.3g} a page and rank"
 
 

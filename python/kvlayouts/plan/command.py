@@ -11,7 +11,7 @@ from kvlayouts.common.errors import InputError
 from kvlayouts.common.outputs import Output, check_outputs, deliver, json_output
 from kvlayouts.common.strategies import load_layouts, read_options
 from kvlayouts.common.trace import DEFAULT_TRACE, default_device_tokens, read_trace
-from kvlayouts.common.values import MAX_DEVICE_TOKENS, PoolName, check_dsa_page_size, check_host_ratio
+from kvlayouts.common.values import MAX_DEVICE_TOKENS, PoolName, check_dsa_page_size, pages_of_host_ratio
 from kvlayouts.plan import options as own
 from kvlayouts.plan.options import PlanOptions
 
@@ -193,15 +193,7 @@ def _host_pages(
 
     if host_gb is not None:
         return settings.pages_of_gb("--host-gb", host_gb, geometry.row_bytes_per_token, page_size) + 1
-    ratio = 2.0 if host_ratio is None else host_ratio
-    check_host_ratio(ratio)
-    pages = int(device_tokens * ratio) // page_size
-    if pages < 1:
-        raise InputError(
-            f"--host-ratio {ratio:g}: leaves no host page beside {device_tokens} device tokens; "
-            f"must be at least {page_size / device_tokens:.3g}"
-        )
-    return pages + 1
+    return pages_of_host_ratio(2.0 if host_ratio is None else host_ratio, device_tokens, page_size) + 1
 
 
 def _run(config: PlanConfig, trace: Trace, sweep_points: int, device_gb: float | None) -> Plan:

@@ -39,14 +39,14 @@ class CountingSlots:
         pages = np.arange(self.lane_count, self.lane_count + layout.logical_tokens(rank_pages), dtype=np.int64)
         lanes = layout.lanes_of(pages)
         self._room: PageArray = pages_by_lane(lanes, self.lane_count)
-        present, first = np.unique(lanes, return_index=True)
         self._page_of: PageArray = np.zeros(self.lane_count, dtype=np.int64)
-        self._page_of[present] = pages[first]
+        self._page_of[lanes[::-1]] = pages[::-1]  # the first of each lane is set last
         self._pages = int(self._page_of.max()) + 1
         # Where a slot page says who has it on the host, slot pages are handed out in turn, as long runs of them are.
         self._in_turn = has_host_lanes(layout) and self.lane_count == 1
         self._next = 0
         self._slots = torch.zeros(longest, dtype=torch.int64)
+        self.longest = longest
 
     def room_pages(self) -> PageArray:
         """Free pages of each lane, shape ``[lane_count]``."""
@@ -100,7 +100,7 @@ class CountingController(Generic[MetadataT]):
         self._layout = layout
         self._slots = slots
         self._queued: list[tuple[int, int]] = []  # ids and logical tokens of backups
-        self._host_pages: PageArray = np.arange(ledger.capacity_pages, dtype=np.int64)
+        self._host_pages: PageArray = np.arange(slots.longest, dtype=np.int64)  # no copy has more
 
     def write(self, slot_pages: PageArray, *, node_id: int) -> MetadataT | HostShortfall:
         """Back a node up, if every lane has room for it."""

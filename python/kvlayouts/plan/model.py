@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 from kvlayouts.common.errors import InputError
 from kvlayouts.plan import options
 from kvlayouts.plan.refusal import refuse_for_every_layout
-from sglang.srt.mem_cache.hicache.server.refusals import ModelFacts
+from sglang.srt.mem_cache.hicache.server.facts import ModelFacts
 from sglang.srt.mem_cache.layouts.config import PoolKind
 
 if TYPE_CHECKING:

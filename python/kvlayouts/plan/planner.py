@@ -11,6 +11,7 @@ from kvlayouts.common.errors import InputError
 from kvlayouts.common.own_flags import in_own_words
 from kvlayouts.common.strategies import create_group, create_rank
 from kvlayouts.common.trace import check_device_tokens
+from kvlayouts.common.values import ceil_div
 from kvlayouts.plan.prompts import read_prompts
 from kvlayouts.plan.refusal import refuse_as_a_server
 from kvlayouts.plan.results import LayoutPlan, Plan, SweepPoint
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
 
 TELL_EVERY: Final = 512
 TOO_CLOSE: Final = 0.12
+MAX_PAGES: Final = 2**26
+"""Slot pages of all ranks together: each takes bytes in a plan."""
 CHOSEN_ABOVE: Final = 16
 """How many times the chosen host memory a sweep goes to at least, unless less holds the whole trace."""
 
@@ -57,7 +60,7 @@ def _strategies(config: PlanConfig, trace: Trace) -> tuple[dict[str, AnyKVLayout
     accepted: dict[str, AnyKVLayoutStrategy] = {}
     refused: dict[str, str] = {}
     for name in config.layouts:
-        layout = create_group(name, page_size=config.page_size, ranks=config.cp_size, options=config.options)[0]
+        layout = create_group(name, page_size=config.page_size, shard_size=config.cp_size, options=config.options)[0]
         try:
             _refuse_as_a_server(config, layout)
             layout.validate(_environment(config, layout))
@@ -65,8 +68,20 @@ def _strategies(config: PlanConfig, trace: Trace) -> tuple[dict[str, AnyKVLayout
             refused[name] = in_own_words(error)
             continue
         check_device_tokens(trace, config.page_size, config.device_tokens, name, layout.logical_tokens)
+        _refuse_too_many_pages(config, layout)
         accepted[name] = layout
     return accepted, refused
+
+
+def _refuse_too_many_pages(config: PlanConfig, layout: AnyKVLayoutStrategy) -> None:
+    """Raise `InputError` for more pages than a plan can count."""
+    pages = layout.logical_tokens(config.device_tokens) // config.page_size
+    if pages > MAX_PAGES:
+        most = config.device_pages * MAX_PAGES // pages * config.page_size
+        raise InputError(
+            f"--device-tokens {config.device_tokens}: are {pages:,} pages of --page-size {config.page_size} on "
+            f"--gpus {config.gpus} with layout {layout.name}; must be at most {most} there"
+        )
 
 
 def _refuse_as_a_server(config: PlanConfig, layout: AnyKVLayoutStrategy) -> None:
@@ -146,7 +161,7 @@ def _plan_layout(
 def _in_pages(config: PlanConfig, name: str) -> AnyKVLayoutStrategy:
     """The strategy with pages of one token: the simulation counts in pages, and asks nothing that depends on a size."""
     try:
-        return create_rank(name, page_size=1, ranks=config.cp_size, rank=0, options=config.options)
+        return create_rank(name, page_size=1, shard_size=config.cp_size, rank=0, options=config.options)
     except InputError as error:
         raise InputError(f"{error}; plan counts in pages and needs a strategy that takes --page-size 1") from error
 
@@ -170,7 +185,7 @@ def _sweep_sizes(
     if not points:
         return ()
     lanes = [host_lanes(layout).count for layout in layouts]
-    all_in_largest, all_in_smallest = (-(-distinct_pages // count) for count in (max(lanes), min(lanes)))
+    all_in_largest, all_in_smallest = (ceil_div(distinct_pages, count) for count in (max(lanes), min(lanes)))
     low = max(1, min(config.device_pages // 2, config.host_pages))
     high = max(min(all_in_smallest, max(all_in_largest, CHOSEN_ABOVE * config.host_pages)), 2 * low)
     sizes = [round(size) for size in np.geomspace(low, high, points)]

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvlayouts.common.trace import token_ids
+from kvlayouts.common.values import ceil_div
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -69,7 +70,7 @@ class Prompts:
     @property
     def longest_pages(self) -> int:
         """Pages of the longest prompt, the partial one at its end included."""
-        return max(-(-prompt.tokens // self.page_size) for prompt in self.prompts)
+        return max(ceil_div(prompt.tokens, self.page_size) for prompt in self.prompts)
 
     @property
     def distinct_pages(self) -> int:
@@ -112,7 +113,7 @@ def read_prompts(trace: Trace, page_size: int) -> Prompts:
 
 def _first_page(request: TraceRequest, block_tokens: int, page_size: int) -> bytes:
     """The token ids of a prompt's first page, or of all of a shorter prompt."""
-    blocks = -(-page_size // block_tokens)
+    blocks = ceil_div(page_size, block_tokens)
     head = replace(
         request,
         prompt_tokens=min(request.prompt_tokens, page_size),

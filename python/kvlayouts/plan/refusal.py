@@ -7,13 +7,9 @@ from typing import TYPE_CHECKING, NoReturn
 from kvlayouts.common.errors import InputError
 from kvlayouts.common.own_flags import in_own_words
 from sglang.srt.mem_cache.hicache.server.choice import STRATEGY_FLAG
-from sglang.srt.mem_cache.hicache.server.refusals import (
-    ModelFacts,
-    Scope,
-    ServerFacts,
-    SettingUnknownError,
-    refuse_what_does_not_fit,
-)
+from sglang.srt.mem_cache.hicache.server.facts import ModelFacts, ServerFacts, SettingUnknownError
+from sglang.srt.mem_cache.hicache.server.refusals import refuse_what_does_not_fit
+from sglang.srt.mem_cache.hicache.server.rule import Scope
 from sglang.srt.mem_cache.layouts.errors import LayoutConfigError
 
 if TYPE_CHECKING:

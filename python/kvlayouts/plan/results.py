@@ -6,6 +6,8 @@ from dataclasses import asdict, dataclass
 from math import log2
 from typing import TYPE_CHECKING, Final
 
+from kvlayouts.common.trace import trace_json
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -78,15 +80,7 @@ class Plan:
 def to_json(config: PlanConfig, trace: Trace, plan: Plan) -> dict[str, object]:
     """The plan as plain JSON values: `trace`, `config` with the sizes that follow from it, `layouts`, `refused`."""
     return {
-        "trace": {
-            "name": trace.name,
-            "requests": len(trace.requests),
-            "block_tokens": trace.block_tokens,
-            "prompt_tokens": trace.prompt_tokens,
-            "longest_prompt_tokens": trace.longest_prompt_tokens,
-            "infinite_cache_hit_share": trace.infinite_cache_hits().token_share,
-            "distinct_pages": plan.distinct_pages,
-        },
+        "trace": {**trace_json(trace), "distinct_pages": plan.distinct_pages},
         "config": _config_json(config),
         "layouts": {name: _layout_json(layout) for name, layout in plan.layouts.items()},
         "refused": dict(plan.refused),

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 from kvlayouts.common.errors import InputError
 from kvlayouts.common.values import MAX_DEVICE_TOKENS, EvictionPolicy, WritePolicy, check_layout_names, check_range
+from sglang.srt.mem_cache.hicache.host.sizes import least_told
 from sglang.srt.mem_cache.layouts.config import GroupKind, PoolKind
 
 if TYPE_CHECKING:
@@ -123,8 +124,10 @@ def pages_of_gb(flag: str, gb: float, bytes_per_token: int, page_size: int) -> i
     """Whole pages in `gb` x 10^9 bytes. Raises `InputError` if there is none."""
     pages = int(gb * GB // bytes_per_token) // page_size
     if pages < 1:
-        least = page_size * bytes_per_token / GB
-        raise InputError(f"{flag} {gb:g}: holds no page of {page_size} tokens; must be at least {least:.3g}")
+        least = least_told(
+            page_size * bytes_per_token / GB, lambda size: int(size * GB // bytes_per_token) >= page_size
+        )
+        raise InputError(f"{flag} {gb:g}: holds no page of {page_size} tokens; must be at least {least}")
     return pages
 
 

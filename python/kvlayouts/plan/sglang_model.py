@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from kvlayouts.plan.options import KVCacheDtype
-    from sglang.srt.mem_cache.hicache.server.refusals import ModelFacts
+    from sglang.srt.mem_cache.hicache.server.facts import ModelFacts
 
 _PARSER: Final = "kvlayouts"
 _BUDGET_BYTES: Final = 2**60

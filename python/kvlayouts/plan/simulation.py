@@ -18,6 +18,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.utils import get_eviction_strategy
 
 from kvlayouts.common.errors import RunError
+from kvlayouts.common.values import ceil_div
 from kvlayouts.plan.counting import CountingController, CountingSlots
 from sglang.srt.mem_cache.hicache.agreement import RankAgreement
 from sglang.srt.mem_cache.hicache.host.ledger import HostLedger
@@ -92,7 +93,7 @@ class CacheSimulation(Generic[MetadataT]):
             layout, self.slots, HostLedger(lane_count=host_lanes(layout).count, capacity_pages=host_pages)
         )
         settings = HiCacheSettings(write_policy=policy)  # thresholds in tokens
-        least_pages = -(-settings.load_back_threshold // self._page_size)
+        least_pages = ceil_div(settings.load_back_threshold, self._page_size)
         self.parts = build_tree_parts(
             layout=layout,
             settings=replace(settings, load_back_threshold=least_pages),
@@ -142,7 +143,7 @@ class CacheSimulation(Generic[MetadataT]):
             if loaded is not None:
                 node, cached = match.host_node, found + loaded.numel()
         parts.accounting.lock(node)
-        lanes = self._lanes[self._bases[prompt.first_page]][: -(-prompt.tokens // size)]
+        lanes = self._lanes[self._bases[prompt.first_page]][: ceil_div(prompt.tokens, size)]
         own = parts.device_room.alloc(lanes[cached:])
         if own is None:
             raise RunError(f"no room for {len(lanes) - cached} pages though nothing but this prompt is locked")

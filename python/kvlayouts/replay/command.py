@@ -115,7 +115,9 @@ def replay(
 def _check_room(config: ReplayConfig, trace: Trace) -> None:
     """Raise `InputError` for a layout that refuses its settings, or has no room for some prompt."""
     for name in config.layouts:
-        layout = create_group(name, page_size=config.page_size, ranks=config.cp_size, options=config.layout_options)[0]
+        layout = create_group(
+            name, page_size=config.page_size, shard_size=config.cp_size, options=config.layout_options
+        )[0]
         check_device_tokens(trace, config.page_size, config.device_tokens, name, layout.logical_tokens)
 
 

@@ -15,10 +15,10 @@ from kvlayouts.common.values import (
     MAX_PAGE_SIZE_TOKENS,
     MAX_SEED,
     TRACE_BLOCK_TOKENS,
-    check_host_ratio,
     check_layout_names,
     check_pool_page_size,
     check_range,
+    pages_of_host_ratio,
 )
 
 if TYPE_CHECKING:
@@ -65,13 +65,7 @@ class ReplayConfig:
                 f"--device-tokens {self.device_tokens}: must be a positive multiple of --page-size {self.page_size}"
             )
         check_range("--device-tokens", self.device_tokens, 1, MAX_DEVICE_TOKENS)
-        check_host_ratio(self.host_ratio)
-        if self.host_pages < 1:
-            needed = self.page_size / self.device_tokens
-            raise InputError(
-                f"--host-ratio {self.host_ratio:g}: leaves no host page beside {self.device_tokens} device tokens; "
-                f"must be at least {needed:.3g}"
-            )
+        pages_of_host_ratio(self.host_ratio, self.device_tokens, self.page_size)
 
     @property
     def device_pages(self) -> int:
@@ -81,4 +75,4 @@ class ReplayConfig:
     @property
     def host_pages(self) -> int:
         """Host pages of one rank, rounded down."""
-        return int(self.device_tokens * self.host_ratio) // self.page_size
+        return pages_of_host_ratio(self.host_ratio, self.device_tokens, self.page_size)

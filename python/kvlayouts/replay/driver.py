@@ -91,6 +91,7 @@ def _combine(trace: Trace, finished: list[Finished]) -> LayoutResult:
         write_acks_per_rank=tuple(report.backups for report in reports),
         load_acks_per_rank=tuple(report.loads for report in reports),
         digests_equal=len(logical) == 1 and all(report.digests_equal for report in reports),
+        tree_digest=first.tree_digest,
         verified_tokens=sum(report.verified_tokens for report in reports),
         mismatched_tokens=sum(report.mismatched_tokens for report in reports),
         seconds=max(message.seconds for message in finished),

@@ -40,6 +40,7 @@ class RankReport:
     evicted_device_tokens: int
     evicted_host_tokens: int
     digests_equal: bool
+    tree_digest: str
     verified_tokens: int
     mismatched_tokens: int
     hit_series: tuple[HitPoint, ...]

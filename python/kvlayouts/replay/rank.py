@@ -210,6 +210,7 @@ class RankReplay:
             evicted_device_tokens=stats.evicted_device_tokens,
             evicted_host_tokens=stats.evicted_host_tokens,
             digests_equal=digests_equal,
+            tree_digest=f"{tree_digest(self.cache):016x}",
             verified_tokens=self._verified,
             mismatched_tokens=self._mismatched,
             hit_series=series,

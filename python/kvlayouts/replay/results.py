@@ -13,6 +13,8 @@ from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Final
 
 from kvlayouts.common.errors import RunError
+from kvlayouts.common.trace import trace_json
+from kvlayouts.common.values import ceil_div
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -89,7 +91,7 @@ class HitSeriesRecorder:
 
     def __init__(self, requests: int, points: int = HIT_SERIES_POINTS) -> None:
         self._requests = requests
-        self._window_requests = max(1, -(-requests // points))
+        self._window_requests = max(1, ceil_div(requests, points))
         self._done = 0
         self._window = Counter[str]()
         self._points: list[HitPoint] = []
@@ -124,7 +126,7 @@ class HitSeriesRecorder:
 class LayoutResult:
     """One layout's replay. Tuples ending in `_per_rank` have one entry per rank; the other `_per_rank` sizes are equal
     on all ranks. Tokens are logical, bytes physical. Pages are those that a rank's pools have in use at the end;
-    `_capacity_pages` is what the pools of one rank hold.
+    `_capacity_pages` is what the pools of one rank hold. `tree_digest` is rank 0's at the end, in hexadecimal.
 
     Construction raises `RunError` where the parts do not add up to the prompts, or the tuples differ in length.
     """
@@ -147,6 +149,7 @@ class LayoutResult:
     write_acks_per_rank: tuple[int, ...]
     load_acks_per_rank: tuple[int, ...]
     digests_equal: bool
+    tree_digest: str
     verified_tokens: int
     mismatched_tokens: int
     seconds: float
@@ -234,17 +237,8 @@ class LayoutResult:
 
 def to_json(config: ReplayConfig, trace: Trace, results: Mapping[str, LayoutResult]) -> dict[str, object]:
     """The run as plain JSON values: `trace`, `config` (every option), `command` to run it again, `layouts` by name."""
-    hits = trace.infinite_cache_hits()
     return {
-        "trace": {
-            "name": trace.name,
-            "requests": len(trace.requests),
-            "block_tokens": trace.block_tokens,
-            "prompt_tokens": trace.prompt_tokens,
-            "longest_prompt_tokens": trace.longest_prompt_tokens,
-            "infinite_cache_hit_share": hits.token_share,
-            "infinite_cache_block_hit_share": hits.block_share,
-        },
+        "trace": trace_json(trace),
         "config": {
             "trace": None if trace.path is None else str(trace.path),
             "requests": len(trace.requests),

@@ -80,7 +80,9 @@ def soak(
 
 def _check_room(config: SoakConfig) -> None:
     """Raise `InputError` for a layout that refuses its settings, or ranks that the machine has no room for."""
-    group = create_group(config.layout, page_size=config.page_size, ranks=config.ranks, options=config.layout_options)
+    group = create_group(
+        config.layout, page_size=config.page_size, shard_size=config.ranks, options=config.layout_options
+    )
     lanes = group[0].lane_count
     from kvlayouts.ranks.memory import refuse_more_than_there_is
     from kvlayouts.soak.geometries import GEOMETRIES

@@ -217,11 +217,12 @@ class TestMetricsOfOneAndTwoRanks(CustomTestCase):
 class TestRefusedServer(CustomTestCase):
     def test_a_pair_that_does_not_fit_ends_the_launch_before_anything_is_spawned(self) -> None:
         with tempfile.TemporaryDirectory() as folder:
-            server = Server(Path(folder), "--enable-lmcache")
+            # A pair that SGLang takes, or refuses when schedulers have started: another one it may refuse before ours.
+            server = Server(Path(folder), "--enable-streaming-session")
             try:
                 self.assertNotEqual(server.process.wait(START_SECONDS), 0)
                 self.assertIn(
-                    "--enable-nsa-prefill-cp-shared-kv does not go together with --enable-lmcache", server.log
+                    "--enable-nsa-prefill-cp-shared-kv does not go together with --enable-streaming-session", server.log
                 )
                 self.assertNotIn("TP0]", server.log)  # no scheduler has logged
             finally:

@@ -17,9 +17,9 @@ import mutants
 import pytest
 
 MUTANTS = mutants.read_mutants()
-ROW = re.compile(r"^\| (\d+[a-z]?) \|.*\| ([^|]*) \|$", re.MULTILINE)
+ROW = re.compile(r"^\| (\d+[a-z]?) \| (.*) \|$", re.MULTILINE)
 ROWS = ROW.findall((mutants.ROOT / "docs/faults.md").read_text(encoding="utf-8"))
-"""Number and last column of each row of faults."""
+"""Number and text of each row of faults."""
 
 
 def test_each_row_of_faults_has_a_number_of_its_own() -> None:
@@ -27,8 +27,8 @@ def test_each_row_of_faults_has_a_number_of_its_own() -> None:
     assert [number for number, count in Counter(number for number, _ in ROWS).items() if count > 1] == []
 
 
-def test_each_line_that_is_said_to_be_broken_is() -> None:
-    assert {number for number, broken in ROWS if broken} == {mutant.row for mutant in MUTANTS}
+def test_each_fault_that_there_can_be_has_a_line_to_break() -> None:
+    assert {number for number, text in ROWS if not text.startswith("*storage*")} == {mutant.row for mutant in MUTANTS}
 
 
 def test_a_number_that_is_there_twice_or_a_line_that_is_not_there_once_is_an_error() -> None:

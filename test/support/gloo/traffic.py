@@ -230,6 +230,7 @@ class RankTraffic:
 
     def settle_everything(self) -> None:
         """All copies of this rank end; the others may lag behind."""
+        self.rank.cache.parts.transfers.submit_backups()
         self.rank.engine.finish_writes()
         self.rank.engine.finish_loads()
 
@@ -267,9 +268,8 @@ class RankTraffic:
             self.finish()
         while self.pins:
             self.unpin()
-        for _ in range(2):  # the first turn starts the backups that are queued
-            self.settle_everything()
-            self._turn()
+        self.settle_everything()
+        self._turn()
         self.check()
         assert not any(self._queues()), "acks are left though every copy has ended on every rank"
         assert self.rank.cache.protected_size() == 0, "locks are left"

@@ -58,6 +58,7 @@ _IDENTITY = LayoutResult(
     write_acks_per_rank=(1_234, 1_234),
     load_acks_per_rank=(7, 7),
     digests_equal=True,
+    tree_digest="0123456789abcdef",
     verified_tokens=4_321,
     mismatched_tokens=0,
     seconds=1.5,

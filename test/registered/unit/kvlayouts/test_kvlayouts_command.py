@@ -97,7 +97,7 @@ BAD_ARGUMENTS = {
     "--layout cp_shared --device-tokens 128": "--device-tokens 128: must be at least 192 with layout cp_shared",
     "--host-ratio 0": "--host-ratio 0: must be above 0 and at most 1000",
     "--host-ratio nan": "--host-ratio nan: must be above 0",
-    "--host-ratio 0.001": "--host-ratio 0.001: leaves no host page beside 1728 device tokens",
+    "--host-ratio 0.001": "--host-ratio 0.001: leaves no host page of 64 tokens beside 1728 device tokens",
     "--policy write_around": "'--policy': 'write_around' is not one of 'write_through', 'write_through_selective'",
     "--eviction-policy random": "'--eviction-policy': 'random' is not one of 'lru', 'lfu', 'fifo', 'mru', 'filo'",
     "--host-mem-layout rows": "'--host-mem-layout': 'rows' is not one of 'layer_first', 'page_first_direct'",

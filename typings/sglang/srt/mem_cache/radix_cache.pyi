@@ -60,9 +60,6 @@ class TreeNode:
     hash_value: list[str] | None
     event_hash_value: list[str] | None
     def __init__(self, id: int | None = None, priority: int = 0) -> None: ...
-    if not SINCE_0_5_23:
-        def protect_host(self) -> None: ...
-        def release_host(self) -> None: ...
 
 class RadixCache(BasePrefixCache):
     is_eagle: bool

@@ -71,7 +71,7 @@ def create_layout(config: LayoutConfig) -> AnyKVLayoutStrategy:
 
     A built-in name cannot be taken over by another distribution. Raises `LayoutConfigError` that lists the
     known names if there is none of that name, names both distributions if two offer it, or says why its entry
-    point cannot be loaded.
+    point cannot be loaded or called.
     """
     factory = BUILT_IN.get(config.name)
     if factory is not None:
@@ -86,12 +86,20 @@ def create_layout(config: LayoutConfig) -> AnyKVLayoutStrategy:
         raise LayoutConfigError(f"--kv-layout-strategy {config.name!r} is offered twice: {offers}; uninstall one")
     try:
         build: Callable[[LayoutConfig], AnyKVLayoutStrategy] = found[0].load()
-    except (ImportError, AttributeError) as error:
+    except Exception as error:  # another distribution's code
         raise LayoutConfigError(
             f"--kv-layout-strategy {config.name!r} cannot be loaded from {_offer(found[0])}: "
             f"{type(error).__name__}: {error}; mend its entry point or uninstall it"
         ) from error
-    return build(config)
+    try:
+        return build(config)
+    except ValueError:  # a refusal: `LayoutConfigError` is one
+        raise
+    except Exception as error:  # another distribution's code
+        raise LayoutConfigError(
+            f"--kv-layout-strategy {config.name!r} cannot be made by {_offer(found[0])}: "
+            f"{type(error).__name__}: {' '.join(str(error).split())}; mend it or uninstall it"
+        ) from error
 
 
 def create_group(config: LayoutConfig) -> list[AnyKVLayoutStrategy]:

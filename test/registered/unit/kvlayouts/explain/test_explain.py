@@ -40,7 +40,7 @@ def _config(**options: Any) -> ExplainConfig:  # noqa: ANN401  # fields of Expla
     fields: dict[str, Any] = {
         "layout": "cp_shared",
         "options": {},
-        "ranks": 4,
+        "shard_size": 4,
         "page_size": 64,
         "tokens": 1000,
         **options,
@@ -58,7 +58,7 @@ def _shown(story: NodeStory, width: int = 120) -> str:
 
 
 def test_a_node_of_cp_shared_is_told_as_worked_out_by_hand() -> None:
-    story = tell(_config(ranks=3, page_size=4, tokens=22, split_tokens=8))
+    story = tell(_config(shard_size=3, page_size=4, tokens=22, split_tokens=8))
     base = story.base
     lanes = [(base + page) % 3 for page in range(5)]
     assert story.lanes.tolist() == lanes
@@ -90,7 +90,7 @@ def test_a_node_of_cp_shared_is_told_as_worked_out_by_hand() -> None:
 
 
 def test_every_rank_of_identity_stores_every_page() -> None:
-    story = tell(_config(layout="identity", ranks=2, tokens=400))
+    story = tell(_config(layout="identity", shard_size=2, tokens=400))
     for rank in story.ranks:
         assert rank.positions.tolist() == list(range(6))
         assert rank.backup == (CopyRun(host_page=0, device_page=1, pages=6),)
@@ -144,8 +144,8 @@ def _tell_misplacing(monkeypatch: pytest.MonkeyPatch) -> NodeStory:
             plan = super().plan_backup(slot_pages)
             return replace(plan, device_pages=plan.device_pages[:-1])
 
-    def create(_: str, *, page_size: int, ranks: int, rank: int, **__: object) -> Misplaces:
-        return Misplaces(page_size=page_size, shard_size=ranks, shard_rank=rank)
+    def create(_: str, *, page_size: int, shard_size: int, rank: int, **__: object) -> Misplaces:
+        return Misplaces(page_size=page_size, shard_size=shard_size, shard_rank=rank)
 
     monkeypatch.setattr(module, "create_rank", create)
     return tell(_config(layout="misplaces"))
@@ -175,7 +175,7 @@ def test_the_terminal_shows_pages_owners_rows_runs_metadata_and_both_halves() ->
 
 @pytest.mark.parametrize("width", [60, 80, 200])
 def test_large_nodes_and_groups_are_elided_in_the_terminal(width: int) -> None:
-    story = tell(_config(ranks=64, tokens=64 * 100_000, split_tokens=64 * 50_000, seed=1))
+    story = tell(_config(shard_size=64, tokens=64 * 100_000, split_tokens=64 * 50_000, seed=1))
     shown = _shown(story, width)
     assert len(shown.splitlines()) < 120
     strip = " ".join(line[18:] for line in shown.splitlines() if line.startswith("page "))
@@ -216,7 +216,7 @@ def test_the_picture_is_svg_with_every_page_of_a_small_node_and_colours_for_both
 
 
 @pytest.mark.parametrize(
-    "options", [{"tokens": 64 * 2**20, "ranks": 64}, {"tokens": 64 * 5000, "seed": 2}, {"rank": 1}]
+    "options", [{"tokens": 64 * 2**20, "shard_size": 64}, {"tokens": 64 * 5000, "seed": 2}, {"rank": 1}]
 )
 def test_pictures_of_large_nodes_stay_small_and_within_their_frame(options: dict[str, int]) -> None:
     text = to_svg(tell(_config(**{"split_tokens": 640, **options})))

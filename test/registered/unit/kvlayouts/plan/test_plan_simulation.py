@@ -207,6 +207,19 @@ def test_the_simulation_gives_the_hits_and_evictions_of_the_replay_in_its_guide(
     assert tuple(found.loads for found in hits) == row("load acks per rank")
 
 
+def test_a_host_of_any_size_serves_what_the_guide_says_with_every_layout() -> None:
+    guide = " ".join((Path(__file__).parents[5] / "docs" / "plan.md").read_text(encoding="utf-8").split())
+    trace = read_trace(DEFAULT_TRACE, block_tokens=64)
+    for name in ("identity", "cp_shared"):
+        shares = []
+        for ratio in (0.5, 1.0, 2.0):
+            config = ReplayConfig(layouts=(name,), device_tokens=65536, host_ratio=ratio, block_tokens=64)
+            hits = _simulate(config, name, trace)
+            assert hits.host_hit_tokens > 0
+            shares.append(f"{100 * hits.host_hit_tokens / hits.prompt_tokens:.1f}")
+        assert f"{shares[0]}, {shares[1]} and {shares[2]} % with `{name}`" in guide
+
+
 def _make_prompts(*prompts: tuple[int, tuple[int, ...]], block_tokens: int, page_size: int) -> Prompts:
     requests = tuple(TraceRequest(timestamp_ms=0, prompt_tokens=tokens, block_ids=ids) for tokens, ids in prompts)
     return read_prompts(Trace(name="made", requests=requests, block_tokens=block_tokens), page_size)

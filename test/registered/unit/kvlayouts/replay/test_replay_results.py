@@ -37,7 +37,10 @@ BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"host_ratio": 0.0}, "--host-ratio 0: must be above 0 and at most 1000"),
     ({"host_ratio": float("nan")}, "--host-ratio nan: must be above 0"),
     ({"host_ratio": float("inf")}, "--host-ratio inf: must be above 0"),
-    ({"host_ratio": 0.06}, "--host-ratio 0.06: leaves no host page beside 1024 device tokens; must be at least 0.0625"),
+    (
+        {"host_ratio": 0.06},
+        "--host-ratio 0.06: leaves no host page of 64 tokens beside 1024 device tokens; must be at least 0.0625",
+    ),
 ]
 
 
@@ -172,6 +175,7 @@ def test_the_json_form_has_every_promised_key_and_survives_a_round_trip(
         "write_acks_per_rank": [1234, 1234],
         "load_acks_per_rank": [7, 7],
         "digests_equal": True,
+        "tree_digest": "0123456789abcdef",
         "verified_tokens": 4321,
         "mismatched_tokens": 0,
         "seconds": 1.5,

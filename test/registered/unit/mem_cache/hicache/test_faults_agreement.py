@@ -9,6 +9,7 @@ import numpy as np
 from sglang.test.ci.ci_register import register_cpu_ci
 
 from sglang.srt.mem_cache.hicache.accepted import WritePolicy
+from sglang.srt.mem_cache.hicache.host.ledger import HostShortfall
 from support.caches import CacheTestCase, Rank, chain
 from support.faults import RANKS, begin, each_layout, evict, fault_spec, fill_host_lane, locks, node_of, roots
 from support.groups import Group
@@ -58,6 +59,9 @@ class TestAgreement(CacheTestCase):
         for rank in group.ranks:
             node = node_of(rank, *range(300, 304))
             self.assertEqual((node.backuped, node.lock_ref), (False, 0))
+            with self.subTest("asked directly", rank=rank.number):
+                self.assertIsInstance(rank.controller.write(node.slot_pages, node_id=node.id), HostShortfall)
+        self.assertTrue(group.agreed(lambda rank: rank.cache.parts.backups.put_off))
         group.check()
 
     @each_layout

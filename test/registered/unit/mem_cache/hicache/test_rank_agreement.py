@@ -199,7 +199,7 @@ class TestDigest(CacheTestCase):
 
         changes: dict[str, Callable[[Rank], object]] = {
             "locks": lambda rank: setattr(first(rank), "lock_ref", 1),
-            "host protection": lambda rank: first(rank).protect_host(),
+            "host protection": lambda rank: rank.accounting.host_copies.hold(first(rank)),
             "hits": lambda rank: setattr(first(rank), "hit_count", 9),
             "priority": lambda rank: setattr(first(rank), "priority", 9),
             "time": lambda rank: setattr(first(rank), "last_access_time", 9),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import unittest
+from typing import Any
 
 from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle
 from sglang.test.ci.ci_register import register_cpu_ci
@@ -104,7 +105,7 @@ class TestNoStorage(CacheTestCase):
 class TestSettings(CacheTestCase):
     def test_a_servers_flags_arrive_field_by_field(self) -> None:
         # As a server resolves it: sizes of the user's own leave no fraction.
-        resolved = {"hicache_host_memory_fraction": None} if SIZED_BY_FRACTION else {}
+        resolved: dict[str, Any] = {"hicache_host_memory_fraction": None} if SIZED_BY_FRACTION else {}
         with standalone_runtime(
             page_size=4,
             hicache_write_policy="write_through_selective",

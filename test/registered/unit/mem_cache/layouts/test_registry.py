@@ -144,6 +144,18 @@ def test_an_entry_point_that_leads_nowhere_is_refused_naming_its_distribution(
         create_layout(_make_config("broken"))
 
 
+def test_an_entry_point_whose_code_is_broken_is_refused_in_one_line(
+    install: Callable[[str, dict[str, str]], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "torn_kv_layout_code.py").write_text("def make(:", encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    install("torn_kv_layout", {"torn": "torn_kv_layout_code:make", "raises": "json:loads"})
+    with pytest.raises(LayoutConfigError, match=r"^--kv-layout-strategy 'torn' cannot be loaded .*: SyntaxError: .*"):
+        create_layout(_make_config("torn"))
+    with pytest.raises(LayoutConfigError, match=r"^--kv-layout-strategy 'raises' cannot be made by .*: TypeError: .*"):
+        create_layout(_make_config("raises"))
+
+
 def test_a_built_in_name_cannot_be_taken_over(install: Callable[[str, dict[str, str]], None]) -> None:
     install("taker_kv_layout", {"identity": "taker_kv_layout:make", "cp_shared": "taker_kv_layout:make"})
     assert type(create_layout(_make_config("identity"))) is IdentityLayout

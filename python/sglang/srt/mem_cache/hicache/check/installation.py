@@ -6,7 +6,6 @@ Each check is one line. A failed one says what to do. Nothing is started and no 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +15,7 @@ from sglang.srt.mem_cache.layouts.errors import LayoutConfigError
 from sglang.srt.mem_cache.layouts.registry import known_layouts
 
 from ..releases import supported_releases
+from ..seam.installed import installed_release
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -51,9 +51,8 @@ def check_installation() -> Iterator[CheckLine]:
 
 
 def _release() -> CheckLine:
-    try:
-        found = version("sglang")
-    except PackageNotFoundError:
+    found = installed_release()
+    if found is None:
         return _failed("SGLang release", "not installed", _install())
     if found not in supported_releases():
         return _failed("SGLang release", f"{found}, needed: {' or '.join(supported_releases())}", _install())
@@ -66,9 +65,9 @@ def _signatures() -> CheckLine:
         return _failed("signatures", "the table of signatures is missing", "reinstall sglang-kv-layouts")
     from .signatures import check_signatures
 
-    found = version("sglang")
+    found = installed_release()
     # An unknown release is compared with the one that it is most like, so that only what drifted is named.
-    likely = [found] if found in supported_releases() else list(reversed(supported_releases()))
+    likely = [found] if found is not None and found in supported_releases() else list(reversed(supported_releases()))
     reports = {release: check_signatures(folder, release=release) for release in likely}
     release = min(reports, key=lambda name: len(reports[name].mismatches))
     report = reports[release]
@@ -84,8 +83,8 @@ def _signatures() -> CheckLine:
 def _hooks() -> CheckLine:
     from sglang.srt.plugins import load_plugins
 
+    from ..server.hook_table import HOOKS
     from ..server.hooks import refuse_missing_hooks
-    from ..server.plugin import HOOKS
     from .hooked import misfits
 
     load_plugins()

@@ -53,7 +53,6 @@ class HostCpuPlatform(CpuDeviceMixin, PoolClasses):
         """The backend that is plain torch."""
         return "torch_native"
 
-    @override
     def pool_class(self, kind: PoolName) -> type:
         """SGLang's own without Triton, which its pool of keys and values does not need."""
         if kind == "mha":

@@ -69,7 +69,7 @@ def installed_cpu_support() -> tuple[str, ...]:
 def accelerator_present() -> bool:
     """True where SGLang, or torch, would run on anything but a CPU."""
     probes = (is_cuda, is_hip, is_npu, is_xpu, is_musa, is_hpu, is_mps)
-    return any(probe() for probe in probes) or torch.get_device_module() is not torch.cpu
+    return any(probe() for probe in probes) or torch.accelerator.is_available()
 
 
 def _allocate_unpinned(

@@ -14,6 +14,7 @@ from sglang.srt.mem_cache.pool_host import HostPoolGroup
 
 from sglang.srt.mem_cache.layouts.errors import LayoutInvariantError
 from sglang.srt.mem_cache.layouts.pages import NO_PAGES, PageArray, pages_of_tokens, tokens_of_pages
+from sglang.srt.mem_cache.layouts.rounding import ceil_div
 
 from ..slots.page_runs import PageRuns, pages_of_runs, runs_of_pages
 
@@ -74,7 +75,7 @@ class HostPages:
     # As the host pool is called by others.
 
     def _alloc_tokens(self, need_size: int) -> torch.Tensor | None:
-        pages = self.take(-(-need_size // self._page_size))
+        pages = self.take(ceil_div(need_size, self._page_size))
         return None if pages is None else tokens_of_pages(pages, self._page_size)
 
     def _free_tokens(self, indices: torch.Tensor) -> int:

@@ -65,10 +65,6 @@ class HostLedger:
         """Whether every lane has room for `demand_pages`."""
         return all(map(ge, self._free, demand_pages))
 
-    def ever_admits(self, demand_pages: Sequence[int]) -> bool:
-        """Whether an empty host tier would have room for `demand_pages`."""
-        return max(demand_pages) <= self.capacity_pages
-
     def take(self, demand_pages: Sequence[int]) -> None:
         """Book a backup. `LayoutInvariantError`, with nothing booked, if a lane would go below 0."""
         left = [free - needed for needed, free in zip(demand_pages, self._free, strict=True)]

@@ -7,11 +7,17 @@ pool, in whole pages; SGLang adds a page to it, as it does to a device pool. Not
 from __future__ import annotations
 
 import math
-from typing import Final, TypeGuard
+from typing import TYPE_CHECKING, Final, TypeGuard
 
 from sglang.srt.mem_cache.layouts.errors import LayoutConfigError
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
 MAX_RATIO: Final = 1000.0
+MAX_GB: Final = 1e9
+MAX_WHOLE: Final = 2**53
+"""Beyond it, numbers of tokens and bytes are not exact any more."""
 BYTES_PER_GB: Final = 10**9
 
 
@@ -23,9 +29,11 @@ def check_ratio(flag: str, ratio: object) -> float:
 
 
 def check_gb(flag: str, gigabytes: object) -> float:
-    """`gigabytes`. Raises `LayoutConfigError` unless it is a finite number of at least 0; 0 leaves it to the ratio."""
-    if not _is_number(gigabytes) or not 0 <= gigabytes < math.inf:
-        raise LayoutConfigError(f"{flag} {_shown(gigabytes)}: must be a number of gigabytes, or 0 to use the ratio")
+    """`gigabytes`. Raises `LayoutConfigError` unless it is a number from 0 to `MAX_GB`; 0 leaves it to the ratio."""
+    if not _is_number(gigabytes) or not 0 <= gigabytes <= MAX_GB:
+        raise LayoutConfigError(
+            f"{flag} {_shown(gigabytes)}: must be a number of gigabytes of at most {MAX_GB:g}, or 0 to use the ratio"
+        )
     return gigabytes
 
 
@@ -37,9 +45,10 @@ def check_fraction(flag: str, fraction: object) -> float:
 
 
 def check_whole(flag: str, number: object, low: int) -> int:
-    """`number`. Raises `LayoutConfigError` unless it is a whole number of at least `low`."""
-    if not isinstance(number, int) or isinstance(number, bool) or number < low:
-        raise LayoutConfigError(f"{flag} {_shown(number)}: must be a whole number of at least {low}")
+    """`number`. Raises `LayoutConfigError` unless it is a whole number of at least `low` and at most `MAX_WHOLE`."""
+    if not isinstance(number, int) or isinstance(number, bool) or not low <= number <= MAX_WHOLE:
+        most = f" and at most {MAX_WHOLE}" if isinstance(number, int) and number > MAX_WHOLE else ""
+        raise LayoutConfigError(f"{flag} {_shown(number)}: must be a whole number of at least {low}{most}")
     return number
 
 
@@ -62,14 +71,17 @@ def host_pages(
     Both sizes have been checked; `asked` is the flag that they came from, where it is neither of theirs. Raises
     `LayoutConfigError` where not even one page remains.
     """
-    if gigabytes > 0:
-        pages = int(gigabytes * BYTES_PER_GB // kv_slot_bytes) // page_size
-        least = page_size * kv_slot_bytes / BYTES_PER_GB
-    else:
-        pages = int(device_tokens * ratio) // page_size
-        least = page_size / device_tokens
+
+    def pages_of(size: float) -> int:
+        if gigabytes > 0:
+            return int(size * BYTES_PER_GB // kv_slot_bytes) // page_size
+        return int(device_tokens * size) // page_size
+
+    pages = pages_of(gigabytes if gigabytes > 0 else ratio)
     if pages < 1:
-        accepted = f"must be at least {_rounded_up(least):g}" if asked is None else "give --hicache-size instead"
+        least = page_size * kv_slot_bytes / BYTES_PER_GB if gigabytes > 0 else page_size / device_tokens
+        told = least_told(least, lambda size: pages_of(size) > 0)
+        accepted = f"must be at least {told}" if asked is None else "give --hicache-size instead"
         raise LayoutConfigError(
             f"{asked or size_flag(ratio, gigabytes)}: leaves no host page of {page_size} tokens beside "
             f"{device_tokens} device tokens; {accepted}"
@@ -92,10 +104,14 @@ def _is_number(value: object) -> TypeGuard[float]:
 
 
 def _shown(value: object) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    text = f"{value:g}" if isinstance(value, float) else str(value)
+    return f"{text[:37]}..." if len(text) > 40 else text
 
 
-def _rounded_up(number: float) -> float:
-    """To three digits, so that the number that is told is accepted."""
-    unit = 10.0 ** (math.floor(math.log10(number)) - 2)
-    return math.ceil(number / unit) * unit
+def least_told(least: float, accepted: Callable[[float], bool]) -> str:
+    """`least` in three digits, rounded up until the number that is told is `accepted`."""
+    unit = 10.0 ** (math.floor(math.log10(least)) - 2)
+    digits = math.ceil(least / unit)
+    while not accepted(float(told := f"{digits * unit:.3g}")):
+        digits += 1
+    return told

@@ -19,6 +19,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.layouts.errors import LayoutInvariantError
 from sglang.srt.mem_cache.layouts.pages import NO_PAGES
 from sglang.srt.mem_cache.layouts.protocol import MetadataT
+from sglang.srt.mem_cache.layouts.rounding import ceil_div
 
 from ..tree.calls import Insertion
 from ..tree.radix_tree import read_slot_pages, whole_pages_of
@@ -117,7 +118,7 @@ class RequestInsertion(Generic[MetadataT]):
     def ended(self, request: SchedulerRequest, tokens: int) -> None:
         """The first `tokens` slots of a request are the tree's, or free: its row holds no others of its own."""
         if self.pages is not None and request.kv.req_pool_idx is not None:
-            self.pages.end(request.kv.req_pool_idx, -(-tokens // self._page_size))
+            self.pages.end(request.kv.req_pool_idx, ceil_div(tokens, self._page_size))
 
     def slots(self, request: SchedulerRequest, tokens: int) -> torch.Tensor:
         """The first `tokens` slots of a request: a view of its row, shape ``[tokens]``."""

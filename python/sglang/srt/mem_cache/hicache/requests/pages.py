@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from sglang.srt.mem_cache.layouts.rounding import ceil_div
+
 from ..tree.node import LayoutTreeNode
 
 if TYPE_CHECKING:
@@ -145,7 +147,7 @@ class RequestPages:
         held = None if place is None else self._rows.get(place[0])
         if place is None or held is None:
             return None
-        first, end = place[1] // self._page_size, -(-(place[1] + len(slots)) // self._page_size)
+        first, end = place[1] // self._page_size, ceil_div(place[1] + len(slots), self._page_size)
         own = held.part(first, end)
         if first < held.first or len(own) < end - first or bool((own == _GONE).any()):
             return None

@@ -12,6 +12,7 @@ One module a family of releases, with the same names in each, and one that choos
     platforms      a pool class by its own name        get_kv_pool_cls(kind=...)
     trees          HiRadixCache, UnifiedRadixCache     UnifiedRadixCache: for comparisons only
     server_flags   each name by the field that makes the difference
+    installed      which release it is, for those who refuse the others
 
 The core has types of its own (`tree.calls`); what SGLang's scheduler calls is translated here.
 """

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Generic
 
 from sglang.srt.mem_cache.base_prefix_cache import InsertResult, MatchResult
+from typing_extensions import override
 
 from sglang.srt.mem_cache.layouts.errors import LayoutInvariantError
 from sglang.srt.mem_cache.layouts.protocol import MetadataT
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 class SchedulerCalls(OwnCalls[MetadataT], Generic[MetadataT]):
     """A request uses a node once, with the chunk of its prompt that passes it first."""
 
+    @override
     def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
         """See `HiRadixCache.match`."""
         found = self.match(params.key)
@@ -43,6 +45,7 @@ class SchedulerCalls(OwnCalls[MetadataT], Generic[MetadataT]):
             host_hit_length=found.host_tokens,
         )
 
+    @override
     def touch_prefix(self, key: RadixKey) -> None:
         """The cached prefix of `key` is the most recently used, by the tree's own clock.
 
@@ -50,10 +53,12 @@ class SchedulerCalls(OwnCalls[MetadataT], Generic[MetadataT]):
         """
         self.match(key)
 
+    @override
     def path_device_indices(self, node: LayoutTreeNode[MetadataT]) -> torch.Tensor:
         """Slots from the root down to `node`, int64, shape ``[tokens]``, on the pool's device."""
         return self.parts.tree.slots_down_to(node)
 
+    @override
     def insert(self, params: InsertParams) -> InsertResult:
         """See `HiRadixCache.put`. Raises `LayoutInvariantError` without slots."""
         if params.value is None:
@@ -68,15 +73,18 @@ class SchedulerCalls(OwnCalls[MetadataT], Generic[MetadataT]):
         )
         return InsertResult(prefix_len=inserted.known_tokens, last_device_node=inserted.node)
 
+    @override
     def init_load_back(self, params: InitLoadBackParams) -> tuple[int, LayoutTreeNode[MetadataT]]:
         """See `HiRadixCache.bring_back`; its tokens and its node."""
         loaded = self.bring_back(params.best_match_node, params.mem_quota)
         return len(loaded.slots), loaded.node
 
+    @override
     def flush_pending_backups(self) -> None:
         """See `Transfers.submit_backups`. Called when the results of a batch have been put into the tree."""
         self.parts.transfers.submit_backups()
 
+    @override
     def checkpoint(self, req: SchedulerRequest, *, up_to: int) -> None:
         """Put the whole pages of a request's first `up_to` tokens into the tree, and lock them for it."""
         if self.disable:
@@ -87,6 +95,7 @@ class SchedulerCalls(OwnCalls[MetadataT], Generic[MetadataT]):
         req.lock = self.lock(found.device_node)
         req.last_node = found.device_node
 
+    @override
     def on_release(self, req: SchedulerRequest, *, checkpointed: bool) -> None:
         """A request has ended and given everything back."""
         if self.requests is not None:

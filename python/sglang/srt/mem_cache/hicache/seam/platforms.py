@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Final, Literal, TypeAlias
+from typing import Final, Literal, Protocol, TypeAlias
 
 from sglang.srt.platforms.interface import SRTPlatform
 from typing_extensions import override
@@ -11,34 +11,39 @@ PoolName: TypeAlias = Literal["mha", "mla", "dsa"]
 SINCE_0_5_23: Final[bool] = hasattr(SRTPlatform, "get_kv_pool_cls")
 
 
-class PoolClasses(SRTPlatform):
-    """A platform whose pools are those of `pool_class`."""
+class HasPools(Protocol):
+    """What a platform needs to become one with `PoolClasses`."""
 
     def pool_class(self, kind: PoolName) -> type:
         """The device pool of a kind."""
-        raise NotImplementedError
+        ...
+
+
+class PoolClasses(SRTPlatform):
+    """Lets SGLang ask for a pool; the answer is that of `HasPools`, which the platform itself must be."""
 
     if SINCE_0_5_23:
 
-        def get_kv_pool_cls(self, *, kind: PoolName) -> type:
-            """See `pool_class`."""
+        @override
+        def get_kv_pool_cls(self: HasPools, *, kind: PoolName) -> type:
+            """See `HasPools`."""
             return self.pool_class(kind)
 
     else:
 
         @override
-        def get_mha_kv_pool_cls(self) -> type:
-            """See `pool_class`."""
+        def get_mha_kv_pool_cls(self: HasPools) -> type:
+            """See `HasPools`."""
             return self.pool_class("mha")
 
         @override
-        def get_mla_kv_pool_cls(self) -> type:
-            """See `pool_class`."""
+        def get_mla_kv_pool_cls(self: HasPools) -> type:
+            """See `HasPools`."""
             return self.pool_class("mla")
 
         @override
-        def get_dsa_kv_pool_cls(self) -> type:
-            """See `pool_class`."""
+        def get_dsa_kv_pool_cls(self: HasPools) -> type:
+            """See `HasPools`."""
             return self.pool_class("dsa")
 
 

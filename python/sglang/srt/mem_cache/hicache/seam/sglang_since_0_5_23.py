@@ -13,6 +13,8 @@ from sglang.srt.mem_cache.pool_host.mha import get_mha_host_pool_cls
 from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 from sglang.srt.runtime_context import get_parallel
 
+from sglang.srt.mem_cache.layouts.rounding import ceil_div
+
 from .features import SINCE_0_5_23
 from .records import Place
 
@@ -59,7 +61,7 @@ def mla_host_pool(device_pool: MLATokenToKVPool, size: HostPoolSize) -> MLAToken
     """The host pool of MLA rows, those of a DSA model included; of one size on all ranks where layers are split."""
     layers = device_pool.layer_num
     if isinstance(device_pool, LayerSplitDSATokenToKVPool):
-        layers = -(-layers // device_pool.layer_shard_size)
+        layers = ceil_div(layers, device_pool.layer_shard_size)
     return MLATokenToKVPoolHost(
         device_pool.get_device_pool_infos()[0].buffer_info,
         size.ratio,

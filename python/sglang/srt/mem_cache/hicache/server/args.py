@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from sglang.srt.arg_groups.model_override_base import resolving_view
 from sglang.srt.arg_groups.overrides import post_capture_kv_sizing_planned
@@ -17,14 +16,15 @@ from sglang.srt.arg_groups.overrides import post_capture_kv_sizing_planned
 from sglang.srt.mem_cache.layouts.config import DEFAULT_LAYOUT
 from sglang.srt.mem_cache.layouts.errors import LayoutConfigError
 from sglang.srt.mem_cache.layouts.facts import shares_pages_out
-from sglang.srt.mem_cache.layouts.registry import known_layouts
 
-from ..releases import supported_releases
+from ..seam.installed import unsupported
 from ..seam.server_flags import attention_groups
-from .choice import CONFIG_FLAG, CP_SHARED_FLAG, RADIX_BACKEND, STRATEGY_FLAG, attach_choice, choice_of, choose
+from .choice import KEYWORDS, RADIX_BACKEND, STRATEGY_FLAG, attach_choice, choice_of, choose
+from .facts import ServerFacts
 from .graphs import phases_asked_for, phases_with_graphs, turn_graphs_off
-from .hooks import refuse_missing_hooks
-from .refusals import ServerFacts, refuse_stripes, refuse_what_does_not_fit, scopes_of
+from .hooks import missing_hooks, refuse_missing_hooks
+from .options import add_to_parser
+from .refusals import refuse_stripes, refuse_what_does_not_fit, scopes_of
 from .values import refuse_sizes, refuse_values
 
 if TYPE_CHECKING:
@@ -35,28 +35,13 @@ if TYPE_CHECKING:
 
     from .choice import LayoutChoice
 
-SUPPORTED_RELEASES: Final = supported_releases()
-KEYWORDS: Final = ("kv_layout_strategy", "kv_layout_config", "enable_nsa_prefill_cp_shared_kv")
 
 logger = logging.getLogger(__name__)
 
 
 def add_options(_result: None, parser: argparse.ArgumentParser) -> None:
-    """After ``ServerArgs.add_cli_args``: three more options, in a group of their own."""
-    group = parser.add_argument_group("KV layout strategies (sglang-kv-layouts)")
-    group.add_argument(
-        STRATEGY_FLAG,
-        metavar="NAME",
-        default=None,
-        help="Which rank keeps which KV page, on the device and on the host. "
-        f"One of: {', '.join(known_layouts())}. Needs --enable-hierarchical-cache.",
-    )
-    group.add_argument(
-        CONFIG_FLAG, metavar="JSON|@FILE", default=None, help="Settings of the layout strategy, as a JSON object."
-    )
-    group.add_argument(
-        CP_SHARED_FLAG, action="store_true", help=f"The same as {STRATEGY_FLAG} cp_shared: ranks share pages out."
-    )
+    """After ``ServerArgs.add_cli_args``: three more options, refused where not every hook is in place."""
+    add_to_parser(parser, refusal=missing_hooks())
 
 
 def read_options(
@@ -65,7 +50,8 @@ def read_options(
     args: argparse.Namespace,
 ) -> ServerArgs:
     """Around ``ServerArgs.from_cli_args``: record the choice. `LayoutConfigError` for flags that make no sense."""
-    choice = choose(*(getattr(args, keyword, None) for keyword in KEYWORDS[:2]), enable_cp_shared=_flag(args))
+    strategy, config, cp_shared = (getattr(args, keyword, None) for keyword in KEYWORDS)
+    choice = choose(strategy, config, enable_cp_shared=bool(cp_shared))
     return _with_choice(original(cls, args), choice)
 
 
@@ -144,15 +130,8 @@ def shard_size(args: Any) -> int:  # noqa: ANN401  # any view of ServerArgs
 
 def refuse_unsupported_release(asked: str) -> None:
     """Raise `LayoutConfigError` unless the SGLang release is one that this distribution was written for."""
-    try:
-        release = version("sglang")
-    except PackageNotFoundError:
-        release = "unknown"
-    if release not in SUPPORTED_RELEASES:
-        accepted = " or ".join(SUPPORTED_RELEASES)
-        raise LayoutConfigError(
-            f"{asked} needs SGLang {accepted}, got {release}; install sglang=={SUPPORTED_RELEASES[-1]} or drop the flag"
-        )
+    if (wrong := unsupported()) is not None:
+        raise LayoutConfigError(f"{asked} {wrong}")
 
 
 def _with_choice(server_args: ServerArgs, choice: LayoutChoice | None) -> ServerArgs:
@@ -161,7 +140,3 @@ def _with_choice(server_args: ServerArgs, choice: LayoutChoice | None) -> Server
         if server_args.radix_cache_backend is None:  # another one is refused by `check`
             server_args.radix_cache_backend = RADIX_BACKEND
     return server_args
-
-
-def _flag(args: argparse.Namespace) -> bool:
-    return bool(getattr(args, KEYWORDS[2], False))

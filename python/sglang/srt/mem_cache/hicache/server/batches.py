@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from sglang.srt.mem_cache.layouts.errors import LayoutInvariantError
+from sglang.srt.mem_cache.layouts.rounding import ceil_div
 
 from ..device.shared_pools import LayoutMLATokenToKVPool
 from .allocator import ServingSlotAllocator
@@ -62,7 +63,7 @@ def _allocation(batch: ScheduleBatch, spans: Callable[[], tuple[Sequence[int], S
         return
     pages, at = np.concatenate(allocated), 0
     for request, begun, first, end in zip(batch.reqs, begins, firsts, ends, strict=True):
-        first_page, end_page = -(-first // page_size), -(-end // page_size)
+        first_page, end_page = ceil_div(first, page_size), ceil_div(end, page_size)
         if end_page > first_page and request.kv.req_pool_idx is not None:
             own = pages[at : at + end_page - first_page]
             requests.record(request.kv.req_pool_idx, first_page, own, begins=begun)

@@ -24,6 +24,13 @@ if TYPE_CHECKING:
 STRATEGY_FLAG: Final = "--kv-layout-strategy"
 CONFIG_FLAG: Final = "--kv-layout-config"
 CP_SHARED_FLAG: Final = "--enable-nsa-prefill-cp-shared-kv"
+KEYWORDS: Final = {
+    "kv_layout_strategy": STRATEGY_FLAG,
+    "kv_layout_config": CONFIG_FLAG,
+    "enable_nsa_prefill_cp_shared_kv": CP_SHARED_FLAG,
+}
+"""Our keywords of an `Engine`, and the flags that mean the same."""
+
 CP_SHARED_LAYOUT: Final = "cp_shared"
 RADIX_BACKEND: Final = "kv_layout"
 

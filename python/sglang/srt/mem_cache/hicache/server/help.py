@@ -15,8 +15,6 @@ from typing import TYPE_CHECKING, Final
 
 from typing_extensions import override
 
-from ..cpu import platform
-
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from importlib.machinery import ModuleSpec
@@ -27,9 +25,16 @@ _HELP: Final = frozenset({"-h", "--help"})
 
 
 def activate() -> str | None:
-    """Entry point of the group ``sglang.srt.platforms``: see `cpu.platform.activate`, after a look at the arguments."""
+    """Entry point of the group ``sglang.srt.platforms``: see `cpu.platform.activate`, after a look at the arguments.
+
+    None where the platform does not fit this release of SGLang; `plugin` says so.
+    """
     show_flags_in_help(sys.argv)
-    return platform.activate()
+    try:
+        from ..cpu.platform import activate as applies
+    except Exception:  # names that moved may raise anything
+        return None
+    return applies()
 
 
 def show_flags_in_help(argv: Sequence[str]) -> None:
@@ -69,9 +74,12 @@ class _HookingLoader(importlib.abc.Loader):
 
 
 def _hook_parser() -> None:
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+    try:
+        from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from .args import add_options
+        from .args import add_options
+    except Exception:  # another release: `plugin` refuses what could be shown here
+        return
 
     # The plugin's own hook of the same name, should it be loaded after all, finds this one applied and stays away.
     HookRegistry.register(f"{_SERVER_ARGS_MODULE}.ServerArgs.add_cli_args", add_options, HookType.AFTER)

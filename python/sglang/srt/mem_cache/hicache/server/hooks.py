@@ -1,7 +1,7 @@
 """Hooks on SGLang's functions, and whether they are where they must be.
 
 SGLang logs and swallows whatever goes wrong in a plugin, so nothing is taken for granted: the check before the launch
-and the factory of the cache both ask `refuse_missing_hooks`, which looks for our functions. `plugin` says which.
+and the factory of the cache both ask `refuse_missing_hooks`, which looks for our functions. `hook_table` says which.
 """
 
 from __future__ import annotations
@@ -44,15 +44,23 @@ def refuse_missing_hooks(asked: str, hooks: Sequence[Hook] | None = None) -> Non
 
     `hooks` are those that are expected, unless others are given. Where none are, the plugin was never registered.
     """
+    wrong = missing_hooks(hooks)
+    if wrong is not None:
+        raise LayoutConfigError(f"{asked}: {wrong}")
+
+
+def missing_hooks(hooks: Sequence[Hook] | None = None) -> str | None:
+    """Which of SGLang's functions our hooks did not reach, and what to do; None if all are in place."""
     hooks = _expected if hooks is None else hooks
     missing = [hook.target for hook in hooks if not _is_applied(hook)] if hooks else ["any function"]
     if get_radix_cache_factory(RADIX_BACKEND) is None:
         missing.append(f"radix cache backend {RADIX_BACKEND}")
-    if missing:
-        raise LayoutConfigError(
-            f"{asked}: SGLang did not apply our hooks on {', '.join(missing)}; look for plugin errors in the log, "
-            "and, if SGLANG_PLUGINS is set, add kv_layouts to it"
-        )
+    if not missing:
+        return None
+    return (
+        f"SGLang did not apply our hooks on {', '.join(missing)}; look for plugin errors in the log, "
+        "and, if SGLANG_PLUGINS is set, add kv_layouts to it"
+    )
 
 
 def _is_applied(hook: Hook) -> bool:

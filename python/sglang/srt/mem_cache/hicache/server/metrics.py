@@ -195,9 +195,7 @@ def metrics_as_markdown() -> str:
     """The metrics as the documentation lists them."""
     named = [(f"{PREFIX}{name}", "gauge", name, text) for name, text in GAUGES.items()]
     named += [(f"{PREFIX}{name}_total", "counter", name, text) for name, text in COUNTERS.items()]
-    lines = ["| Metric | Kind | One for each | Meaning |", "|---|---|---|---|"]
-    lines += [
-        f"| `{metric}` | {kind} | {'rank' if name in PER_RANK else 'tree'} | {text} |"
+    return "".join(
+        f"- `{metric}` ({kind}, {'rank' if name in PER_RANK else 'tree'}): {text}\n"
         for metric, kind, name, text in named
-    ]
-    return "\n".join(lines) + "\n"
+    )

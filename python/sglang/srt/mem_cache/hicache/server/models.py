@@ -17,7 +17,7 @@ from sglang.srt.configs.model_config import (
 from sglang.srt.layers.attention.qsa.config import is_qwen_qsa
 
 from ..device.geometry import DsaGeometry, index_key_bytes
-from .refusals import ModelFacts
+from .facts import ModelFacts
 
 
 def model_facts(model: ModelConfig, kv_cache_dtype: str) -> ModelFacts:

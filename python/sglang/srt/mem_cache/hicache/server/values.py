@@ -20,7 +20,7 @@ from ..seam.server_flags import GROUP_SIZES, host_memory_fraction
 from ..settings import check_mem_layout, check_write_policy
 
 if TYPE_CHECKING:
-    from .refusals import ServerFacts
+    from .facts import ServerFacts
 
 SIZES: Final = {
     "page_size": "--page-size",

@@ -14,8 +14,8 @@ from sglang.srt.mem_cache.layouts.errors import LayoutInvariantError
 from sglang.srt.mem_cache.layouts.facts import host_lanes
 from sglang.srt.mem_cache.layouts.protocol import KVLayoutStrategy, MetadataT
 
-from .eviction_order import EvictionOrder
 from .host_copies import HostCopies
+from .leaf_heap import EvictionOrder
 from .node import LayoutTreeNode, parent_of
 
 if TYPE_CHECKING:

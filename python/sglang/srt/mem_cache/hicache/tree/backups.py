@@ -19,10 +19,10 @@ from .node import LayoutTreeNode, parent_of
 if TYPE_CHECKING:
     from ..settings import HiCacheSettings
     from .accounting import Accounting
+    from .acks import Transfers
     from .host_room import HostRoom
     from .protocols import CopyController
     from .report import TrafficReport
-    from .transfers import Transfers
 
 
 class Backups(Generic[MetadataT]):

@@ -23,26 +23,33 @@ if TYPE_CHECKING:
     from .backups import Backups
     from .node import LayoutTreeNode
 
-WINDOW_SHARE: Final = 32
-"""The window is this part of the device: what is in it is on both tiers."""
+DEVICE_SHARE: Final = 32
+"""The window is this part of the device, and at least a page: what is in it is on both tiers."""
+
+HOST_SHARE: Final = 8
+"""It is at most this part of the host, which would serve little else: a host of fewer pages has none."""
 
 
 class CopiesAhead(Generic[MetadataT]):
     """Copies for evictions to come. Under write_back nothing is copied before it leaves.
 
-    `device_tokens` are those that the device holds.
+    `device_pages` and `host_pages` are those that the tiers hold, in all lanes, of `page_size` tokens.
     """
 
     def __init__(
         self,
         *,
         settings: HiCacheSettings,
-        device_tokens: int,
+        device_pages: int,
+        host_pages: int,
+        page_size: int,
         accounting: Accounting[MetadataT],
         backups: Backups[MetadataT],
     ) -> None:
-        self._wanted = settings.write_policy != "write_back"
-        self._window = device_tokens // WINDOW_SHARE
+        # Whole pages, so that a plan, which counts in pages, decides alike.
+        window_pages = min(max(device_pages // DEVICE_SHARE, 1), host_pages // HOST_SHARE)
+        self._wanted = settings.write_policy != "write_back" and window_pages > 0
+        self._window = window_pages * page_size
         self._accounting = accounting
         self._backups = backups
         self._left = 0
@@ -81,7 +88,7 @@ class CopiesAhead(Generic[MetadataT]):
         for leaf in lacking:
             if not self._backups.back_up_path(leaf):
                 break
+            self._backups.submit()  # by itself: an eviction that waits for this leaf waits for no later one
         for leaf in leaves:
             copies.release(leaf)
-        self._backups.submit()  # now, before the next forward pass: the next eviction may have to wait for them
         return bool(lacking)

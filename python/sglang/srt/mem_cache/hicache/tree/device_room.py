@@ -27,13 +27,13 @@ if TYPE_CHECKING:
     from ..settings import HiCacheSettings
     from ..slots.allocator import SlotAllocator
     from .accounting import Accounting
+    from .acks import Transfers
     from .backups import Backups
     from .copies_ahead import CopiesAhead
     from .host_room import HostRoom
     from .node import LayoutTreeNode
     from .radix_tree import LayoutRadixTree
     from .report import TrafficReport
-    from .transfers import Transfers
 
     Staged = tuple[LayoutTreeNode[MetadataT], PageArray]
     """A node that has left the device while it is copied, and its slots."""

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, Generic
 from sglang.srt.mem_cache.layouts.errors import LayoutInvariantError
 from sglang.srt.mem_cache.layouts.protocol import MetadataT
 
-from .eviction_order import EvictionOrder
+from .leaf_heap import EvictionOrder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from ..settings import HiCacheSettings
     from ..slots.allocator import SlotAllocator
     from .accounting import Accounting
+    from .acks import Transfers
     from .device_room import DeviceRoom
     from .node import LayoutTreeNode
     from .protocols import CopyController
     from .report import TrafficReport
-    from .transfers import Transfers
 
 logger = logging.getLogger(__name__)
 

@@ -90,18 +90,6 @@ class LayoutTreeNode(TreeNode, Generic[MetadataT]):
         if value is not None:
             raise TypeError(f"host_value is derived from metadata, got {type(value).__name__}")
 
-    @override
-    def protect_host(self) -> None:
-        """Keep the host copy until `release_host`, once for each call."""
-        self.host_ref_counter += 1
-
-    @override
-    def release_host(self) -> None:
-        """Undo one `protect_host`. `LayoutInvariantError`, with nothing changed, if none is left."""
-        if self.host_ref_counter == 0:
-            raise LayoutInvariantError(f"the host copy of node {self.id} is released, but nothing protects it")
-        self.host_ref_counter -= 1
-
     def set_slots(self, value: torch.Tensor, slot_pages: PageArray) -> None:
         """Put the node on the device: slots, int64, shape ``[tokens]``, on the pool's device, and the same as pages."""
         if self.value is None and self.parent is not None:

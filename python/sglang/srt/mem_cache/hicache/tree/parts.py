@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Generic
 from sglang.srt.mem_cache.layouts.protocol import KVLayoutStrategy, MetadataT
 
 from .accounting import Accounting
+from .acks import Transfers
 from .backups import Backups
 from .copies_ahead import CopiesAhead
 from .device_room import DeviceRoom
@@ -25,7 +26,6 @@ from .host_room import HostRoom
 from .in_flight import InFlight
 from .load_backs import LoadBacks
 from .radix_tree import LayoutRadixTree
-from .transfers import Transfers
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -105,7 +105,9 @@ def build_tree_parts(
     )
     copies_ahead = CopiesAhead(
         settings=settings,
-        device_tokens=int(slots.room_pages().sum()) * layout.page_size,
+        device_pages=int(slots.room_pages().sum()),
+        host_pages=sum(controller.ledger.free_pages),
+        page_size=layout.page_size,
         accounting=accounting,
         backups=backups,
     )

@@ -17,8 +17,7 @@ from sglang.srt.mem_cache.hicache.check import installation
 from sglang.srt.mem_cache.hicache.check.hooked import misfits
 from sglang.srt.mem_cache.hicache.check.installation import check_installation
 from sglang.srt.mem_cache.hicache.releases import supported_releases
-from sglang.srt.mem_cache.hicache.server import args as server_args
-from sglang.srt.mem_cache.hicache.server import plugin
+from sglang.srt.mem_cache.hicache.server import hook_table
 from sglang.srt.mem_cache.hicache.server.hooks import Hook
 
 register_cpu_ci(est_time=60, suite="base-a-test-cpu")
@@ -39,11 +38,10 @@ class TestCheck(CustomTestCase):
 
     def test_another_release_fails_with_what_to_install(self) -> None:
         known = supported_releases()
-        with mock.patch.object(installation, "version", return_value="0.5.19"):
+        with mock.patch.object(installation, "installed_release", return_value="0.5.19"):
             line, *_, signatures = check_installation()
         expected = f"FAILED  SGLang release: 0.5.19, needed: {' or '.join(known)}; install sglang=={known[-1]}"
         self.assertEqual(str(line), expected)
-        self.assertEqual(server_args.SUPPORTED_RELEASES, known)
         # It is compared with the release that it is most like, here the one that is really installed.
         self.assertRegex(signatures.found, rf" as in {re.escape(version('sglang'))}$")
 
@@ -53,7 +51,7 @@ class TestCheck(CustomTestCase):
             *_, line = check_installation()
         self.assertFalse(line.passed)
         both = mock.patch.object(installation, "supported_releases", return_value=(version("sglang"), other))
-        with both, mock.patch.object(installation, "version", return_value="0.5.0"):
+        with both, mock.patch.object(installation, "installed_release", return_value="0.5.0"):
             *_, nearest = check_installation()
         self.assertTrue(nearest.passed, nearest.found)
         self.assertRegex(
@@ -61,10 +59,10 @@ class TestCheck(CustomTestCase):
         )
 
     def test_a_missing_hook_fails_and_names_it_and_the_exit_status_is_1(self) -> None:
-        hook = plugin.HOOKS[0]
+        hook = hook_table.HOOKS[0]
         stray = Hook(target=hook.target, function=lambda: None, kind=hook.kind)
         with (
-            mock.patch.object(plugin, "HOOKS", (stray,)),
+            mock.patch.object(hook_table, "HOOKS", (stray,)),
             mock.patch.object(installation, "_CHECKS", installation._CHECKS[1:2]),  # noqa: SLF001  # hooks only
         ):
             (line,) = check_installation()
@@ -85,13 +83,13 @@ class TestCheck(CustomTestCase):
                 "'act_quant'",
             ),
         ):
-            changed = replace(plugin.HOOKS[number], function=function)
+            changed = replace(hook_table.HOOKS[number], function=function)
             with (
                 self.subTest(reason),
-                mock.patch.object(plugin, "HOOKS", (changed,)),
+                mock.patch.object(hook_table, "HOOKS", (changed,)),
                 mock.patch.object(installation, "_CHECKS", installation._CHECKS[1:2]),  # noqa: SLF001  # hooks only
             ):
-                (misfit,) = misfits(plugin.HOOKS)
+                (misfit,) = misfits(hook_table.HOOKS)
                 self.assertIn(reason, misfit)
                 with mock.patch("sglang.srt.mem_cache.hicache.server.hooks.refuse_missing_hooks"):
                     (line,) = check_installation()

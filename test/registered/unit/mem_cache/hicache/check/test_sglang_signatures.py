@@ -67,8 +67,8 @@ BREAKS = (
     ),
     _Break(
         CONTROLLER,
-        "priority: int | None = None, node_id: int = -1\n    ) -> torch.Tensor | None: ...\n    def load",
-        "node_id: int = -1, priority: int | None = None\n    ) -> torch.Tensor | None: ...\n    def load",
+        "priority: int | None = None, node_id: int = -1\n    ) -> torch.Tensor | None: ...\n    def start",
+        "node_id: int = -1, priority: int | None = None\n    ) -> torch.Tensor | None: ...\n    def start",
         "HiCacheController.write: has 'node_id' at position 4, the stub at 3",
     ),
     _Break(

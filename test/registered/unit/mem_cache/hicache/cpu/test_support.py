@@ -80,7 +80,7 @@ class TestCpuSupport(CustomTestCase):
 
     def test_an_accelerator_that_only_torch_knows_counts_too(self) -> None:
         before = _state()
-        with patch("torch.get_device_module", return_value=torch.cuda):
+        with patch("torch.accelerator.is_available", return_value=True):
             assert not support.install_cpu_support()
         assert _state() == before
 

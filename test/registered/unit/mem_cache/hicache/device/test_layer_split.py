@@ -65,8 +65,10 @@ class TestLayerSplit(CacheTestCase):
             _group(2, 3, mem_layout="page_first_direct")
 
     def test_a_strategy_that_needs_equal_pools_refuses_it(self) -> None:
-        with self.assertRaisesRegex(LayoutConfigError, "^--kv-layout-strategy cp_shared does not support --enable-dsa"):
-            _group(2, 3, layout="cp_shared")
+        for layout in ("cp_shared", "host_shared"):
+            refused = f"^--kv-layout-strategy {layout} does not support --enable-dsa"
+            with self.subTest(layout=layout), self.assertRaisesRegex(LayoutConfigError, refused):
+                _group(2, 3, layout=layout)
 
 
 def _spec(ranks: int, layout: str = "identity", mem_layout: str = "layer_first") -> CacheSpec:

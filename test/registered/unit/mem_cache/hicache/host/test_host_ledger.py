@@ -19,8 +19,6 @@ class TestHostLedger(CustomTestCase):
         self.assertTrue(ledger.admits((0, 4, 2)))
         self.assertFalse(ledger.admits((1, 0, 0)))
         self.assertEqual(ledger.missing_pages((1, 4, 5)), (1, 0, 3))
-        self.assertTrue(ledger.ever_admits((4, 4, 4)))
-        self.assertFalse(ledger.ever_admits((0, 5, 0)))
 
     def test_take_and_give_balance_against_a_plain_count(self) -> None:
         rng = random.Random(0)

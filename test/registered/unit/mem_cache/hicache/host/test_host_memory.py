@@ -132,6 +132,12 @@ class TestOneMachine(CacheTestCase):
         with self.assertRaisesRegex(LayoutConfigError, r"^--hicache-size 0\.000110592: leaves no host page"):
             build_host_pool(device, size_gb=page_gb / 2, page_size=PAGE, mem_layout="layer_first")
 
+    def test_a_bound_that_is_told_is_accepted_also_where_three_digits_are_not_enough(self) -> None:
+        sizes: dict[str, Any] = {"device_tokens": 1250, "page_size": 3, "kv_slot_bytes": 1}
+        with self.assertRaisesRegex(LayoutConfigError, r"must be at least 0\.00241$"):
+            host_pages(ratio=0.0024, gigabytes=0, **sizes)  # exactly the 3 tokens of a page, but not in binary
+        self.assertEqual(host_pages(ratio=0.00241, gigabytes=0, **sizes), 1)
+
     def test_ranks_of_one_machine_are_those_of_all_data_parallel_copies_over_the_nodes(self) -> None:
         for sizes, expected in (
             ((8, 1, 1, False, 1), 8),
@@ -227,10 +233,10 @@ class TestInTheParent(CacheTestCase):
         nan, inf = float("nan"), float("inf")
         for field, flag, values in (
             ("hicache_ratio", "--hicache-ratio", (0.0, -1.0, nan, inf, -inf, 1e9, "2")),
-            ("hicache_size", "--hicache-size", (-3, nan, inf, True)),
+            ("hicache_size", "--hicache-size", (-3, nan, inf, True, 10**400, 1e300)),
             ("page_size", "--page-size", (0, -1, 1.5)),
             ("tp_size", "--tp-size", (0, -2)),
-            ("max_total_tokens", f"--max-total-tokens with --page-size {PAGE}:", (0, -1, 10, 63)),
+            ("max_total_tokens", f"--max-total-tokens with --page-size {PAGE}:", (0, -1, 10, 63, 10**400)),
             ("hicache_write_policy", "--hicache-write-policy", ("write_around",)),
             ("hicache_mem_layout", "--hicache-io-backend", ("page_head", "page_first_kv_split", "rows")),
             ("radix_eviction_policy", "--radix-eviction-policy", ("random",)),

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 import unittest
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import torch
@@ -25,6 +26,9 @@ from sglang.srt.mem_cache.hicache.seam.sglang import event_recorder, release_hos
 from sglang.srt.mem_cache.layouts import PoolKind
 from support.caches import CacheSpec, CacheTestCase, chain
 from support.groups import Group
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 register_cpu_ci(est_time=20, suite="base-a-test-cpu")
 
@@ -133,13 +137,42 @@ class TestEvents(CacheTestCase):
 
 class TestOnlyTheSeamKnowsReleases(unittest.TestCase):
     def test_nothing_else_of_the_package_or_the_commands_asks_which_release_it_is(self) -> None:
-        askers = []
-        for folder in (PACKAGE, PACKAGE.parents[3] / "kvlayouts"):
-            for file in folder.rglob("*.py"):
-                names = {getattr(node, "id", None) for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))}
-                if "SINCE_0_5_23" in names and not file.is_relative_to(SEAM):
-                    askers.append(file.name)
+        askers = [
+            f"{file.name}: {asked}"
+            for folder in (PACKAGE, PACKAGE.parents[3] / "kvlayouts")
+            for file in folder.rglob("*.py")
+            if not file.is_relative_to(SEAM)
+            for asked in _questions(file.read_text(encoding="utf-8"))
+        ]
         self.assertEqual(askers, [])
+
+    def test_each_way_to_ask_is_noticed(self) -> None:
+        for text in (
+            "if SINCE_0_5_23: pass",
+            "from x import SINCE_0_5_23 as newest",
+            "features.SINCE_0_5_23",
+            "version('sglang')",
+            "metadata.version('sglang')",
+            "sglang.__version__",
+            "found = '0.5.23'",
+        ):
+            self.assertEqual(len(list(_questions(text))), 1, text)
+
+
+def _questions(text: str) -> Iterator[str]:
+    """What a module asks that only the seam may ask."""
+    for node in ast.walk(ast.parse(text)):
+        match node:
+            case ast.Name(id=name) | ast.alias(name=name) | ast.Attribute(attr=name) if name.startswith("SINCE_"):
+                yield name
+            case ast.Attribute(value=ast.Name(id="sglang"), attr="__version__"):
+                yield ast.unparse(node)
+            case ast.Call(
+                func=ast.Name(id="version") | ast.Attribute(attr="version"), args=[ast.Constant(value="sglang")]
+            ):
+                yield ast.unparse(node)
+            case ast.Constant(value=str(words)) if re.fullmatch(r"0\.5\.\d+", words):
+                yield words
 
 
 if __name__ == "__main__":

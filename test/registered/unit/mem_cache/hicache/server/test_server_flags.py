@@ -20,11 +20,14 @@ from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.test_utils import CustomTestCase
 from typing_extensions import override
 
+from sglang.srt.mem_cache.hicache.seam import installed
 from sglang.srt.mem_cache.hicache.server import args as server_args
-from sglang.srt.mem_cache.hicache.server import hooks, plugin, refusals
+from sglang.srt.mem_cache.hicache.server import hook_table, hooks, refusals
 from sglang.srt.mem_cache.hicache.server.choice import LayoutChoice, choice_of, choose
+from sglang.srt.mem_cache.hicache.server.facts import ServerFacts
 from sglang.srt.mem_cache.hicache.server.help import show_flags_in_help
-from sglang.srt.mem_cache.hicache.server.refusals import RULES, Answer, Rule, Scope, ServerFacts, applying
+from sglang.srt.mem_cache.hicache.server.refusals import RULES, applying
+from sglang.srt.mem_cache.hicache.server.rule import Answer, Rule, Scope
 from sglang.srt.mem_cache.layouts import LayoutConfigError
 from support.replays import FAULTY_LAYOUTS
 from support.server_cases import CASES, GOOD, MLA, is_known, make_facts, sglang_args
@@ -90,7 +93,7 @@ class TestRefusals(FlagsTestCase):
 
     def test_an_unsupported_release_is_refused_by_number(self) -> None:
         with (
-            mock.patch.object(server_args, "version", return_value="0.5.19"),
+            mock.patch.object(installed, "version", return_value="0.5.19"),
             self.assertRaisesRegex(LayoutConfigError, r"needs SGLang 0\.5\.20.*, got 0\.5\.19; install"),
         ):
             server_args.refuse_unsupported_release("--kv-layout-strategy identity")
@@ -98,10 +101,10 @@ class TestRefusals(FlagsTestCase):
 
     def test_a_hook_that_did_not_apply_is_refused_by_name(self) -> None:
         hooks.refuse_missing_hooks("--kv-layout-strategy identity")
-        hook = plugin.HOOKS[-1]
+        hook = hook_table.HOOKS[-1]
         stray = hooks.Hook(target=hook.target, function=lambda: None, kind=hook.kind)
-        hooks.expect_hooks((*plugin.HOOKS[:-1], stray))
-        self.addCleanup(hooks.expect_hooks, plugin.HOOKS)
+        hooks.expect_hooks((*hook_table.HOOKS[:-1], stray))
+        self.addCleanup(hooks.expect_hooks, hook_table.HOOKS)
         with self.assertRaisesRegex(LayoutConfigError, "did not apply our hooks on [^,]*ModelRunner.forward;"):
             hooks.refuse_missing_hooks("--kv-layout-strategy identity")
         hooks.expect_hooks(())

@@ -23,7 +23,7 @@ from sglang.srt.mem_cache.hicache.runtime import standalone_runtime
 from sglang.srt.mem_cache.hicache.server import args as server_args
 from sglang.srt.mem_cache.hicache.server import batches, startup
 from sglang.srt.mem_cache.hicache.server.choice import RADIX_BACKEND, choice_of
-from sglang.srt.mem_cache.hicache.server.plugin import HOOKS
+from sglang.srt.mem_cache.hicache.server.hook_table import HOOKS
 from sglang.srt.mem_cache.layouts import PoolKind
 
 if TYPE_CHECKING:

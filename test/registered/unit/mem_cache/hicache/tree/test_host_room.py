@@ -166,9 +166,11 @@ class TestOnTheWayOut(CacheTestCase):
             filling = tuple(range(100, 100 + 2 * lanes))
             _serve(group, filling, (1,), (1, 2))
             pin = _start(group, *filling)
+            first = _start(group, 1)  # it is not next to leave, so it is not copied ahead
             group.agreed(lambda rank: rank.cache.evict(EvictParams(num_tokens=1)).num_tokens_evicted)
             self.assertTrue({1, 2} <= _on_host(group), "2 alone has left the device")
             group.check()
+            group.abort(first)
             group.evict_all()
             group.abort(pin)
             group.check()

@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 import torch
 
+from sglang.srt.mem_cache.layouts.rounding import ceil_div
+
 from . import driver
 from .page_kernel import CHUNK_COLUMNS, PageKernel
 from .staging import PinnedRing
@@ -102,8 +104,8 @@ def chunk_table(maps: Sequence[PageMap], chunk_bytes: int) -> AddressArray:
     """
     chunks: list[AddressArray] = []
     for page_map in maps:
-        count = -(-page_map.page_bytes // chunk_bytes)
-        step = -(-page_map.page_bytes // (count * _CHUNK_ALIGNMENT)) * _CHUNK_ALIGNMENT
+        count = ceil_div(page_map.page_bytes, chunk_bytes)
+        step = ceil_div(page_map.page_bytes, count * _CHUNK_ALIGNMENT) * _CHUNK_ALIGNMENT
         for first in range(0, page_map.page_bytes, step):
             words = min(step, page_map.page_bytes - first) // 8
             chunk = np.empty((len(page_map.host_bases), CHUNK_COLUMNS), dtype=np.int64)

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 import numpy as np
 
 from sglang.srt.mem_cache.layouts.plans import CopyPlan
+from sglang.srt.mem_cache.layouts.rounding import ceil_div
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -133,7 +134,7 @@ def _long_pages(page_bytes: int, long_copy_bytes: int | None, *, merges: bool) -
     if long_copy_bytes is None:
         return None
     if merges:
-        return max(1, -(-long_copy_bytes // page_bytes))
+        return max(1, ceil_div(long_copy_bytes, page_bytes))
     return 1 if page_bytes >= long_copy_bytes else sys.maxsize
 
 

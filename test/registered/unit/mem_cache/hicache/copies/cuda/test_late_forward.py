@@ -116,6 +116,7 @@ class TestLateForward(CacheTestCase):
         chains = [chain(device.group.spec, *pages) for pages in ((1, 2, 3), (7, 8))]
         for tokens in chains:
             device.finish_request(tokens)
+        device.group.submit()
         self.assertEqual((device.cuda.steps, device.cuda.waits), (before, 0), "the device was waited for")
         device.cuda.drain()
         device.group.settle()

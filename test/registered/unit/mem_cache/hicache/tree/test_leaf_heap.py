@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.test_utils import CustomTestCase
 
-from sglang.srt.mem_cache.hicache.tree.eviction_order import EvictionOrder
+from sglang.srt.mem_cache.hicache.tree.leaf_heap import EvictionOrder
 
 register_cpu_ci(est_time=5, suite="base-a-test-cpu")
 
