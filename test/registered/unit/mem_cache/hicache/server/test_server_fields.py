@@ -23,7 +23,8 @@ from sglang.srt.mem_cache.hicache.seam import server_flags
 from sglang.srt.mem_cache.hicache.server import fields
 from sglang.srt.mem_cache.hicache.server.args import shard_size
 from sglang.srt.mem_cache.hicache.server.fields import COMMON, NEWER, OLDER, Verdict
-from sglang.srt.mem_cache.hicache.server.refusals import RULES, Scope, applying
+from sglang.srt.mem_cache.hicache.server.refusals import RULES, applying
+from sglang.srt.mem_cache.hicache.server.rule import Scope
 from sglang.srt.mem_cache.hicache.server.values import refuse_values
 from sglang.srt.mem_cache.hicache.settings import HiCacheSettings
 from sglang.srt.mem_cache.hicache.tree.node import LayoutTreeNode
