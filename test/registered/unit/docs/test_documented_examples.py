@@ -31,7 +31,7 @@ MORE_REFUSALS = {
     "replay --cp-size 65": "Invalid value for '--cp-size': 65 is not in the range 1<=x<=64.",
     "replay --device-tokens 1000": "--device-tokens 1000: must be a positive multiple of --page-size 64",
     "replay --host-ratio 0.0001": (
-        "--host-ratio 0.0001: leaves no host page beside 137280 device tokens; must be at least 0.000466"
+        "--host-ratio 0.0001: leaves no host page of 64 tokens beside 137280 device tokens; must be at least 0.000467"
     ),
     "replay --requests 2000": "--requests 2000: must be between 1 and 1000, the trace's requests",
     "replay nowhere.jsonl": "TRACE nowhere.jsonl: cannot be read: No such file or directory",
