@@ -1,6 +1,6 @@
 """Makes SGLang's own HiCache pools and controller work in host memory.
 
-On a machine without an accelerator three things stand in the way; `install_cpu_support` removes each.
+On a machine without an accelerator four things stand in the way; `install_cpu_support` removes each.
 It fills gaps that SGLang leaves and replaces nothing that works:
 
 ``ALLOC_MEMORY_FUNCS["cpu"]``
@@ -10,6 +10,8 @@ It fills gaps that SGLang leaves and replaces nothing that works:
     They import the ``direct`` copy operators only where CUDA or ROCm is present. Those of `copy_ops` stand in.
 ``pool_host.base.HICACHE_HOST_MEMORY_RESERVE_BYTES``
     Host pools leave 10 GiB of memory free, more than many laptops have. 1 GiB is left free instead.
+``torch.cpu.Stream.synchronize``
+    SGLang waits for the stream of a copy that failed. Without that method its error would hide the copy's own.
 
 Only ``--hicache-io-backend direct`` with the host layouts ``layer_first`` and ``page_first_direct``
 works on a CPU: the ``kernel`` backend needs CUDA. Streams and events come from ``torch.cpu`` and are
@@ -58,6 +60,9 @@ def install_cpu_support() -> bool:
         kept_gib = base.HICACHE_HOST_MEMORY_RESERVE_BYTES / 2**30
         base.HICACHE_HOST_MEMORY_RESERVE_BYTES = CPU_RESERVE_BYTES
         _changes.append(f"host pools leave {CPU_RESERVE_BYTES / 2**30:g} GiB free instead of {kept_gib:g}")
+    if not hasattr(torch.cpu.Stream, "synchronize"):
+        setattr(torch.cpu.Stream, "synchronize", _nothing_to_wait_for)  # noqa: B010  # torch's types lack it
+        _changes.append("streams of the CPU can be waited for")
     return True
 
 
@@ -70,6 +75,10 @@ def accelerator_present() -> bool:
     """True where SGLang, or torch, would run on anything but a CPU."""
     probes = (is_cuda, is_hip, is_npu, is_xpu, is_musa, is_hpu, is_mps)
     return any(probe() for probe in probes) or torch.accelerator.is_available()
+
+
+def _nothing_to_wait_for(_stream: torch.cpu.Stream) -> None:
+    """What is submitted to a CPU stream has ended."""
 
 
 def _allocate_unpinned(
