@@ -42,12 +42,14 @@ from sglang.srt.mem_cache.hicache.check.invariants import violations
 from sglang.srt.mem_cache.hicache.copies.cuda import driver
 from sglang.srt.mem_cache.hicache.copies.cuda.page_copier import CopyTuning, page_copier
 from sglang.srt.mem_cache.hicache.copies.cuda.page_kernel import KernelShape
+from sglang.srt.mem_cache.hicache.copies.exchange import PageExchanger
 from sglang.srt.mem_cache.hicache.copies.transfer import HostTransfer
 from sglang.srt.mem_cache.hicache.runtime import standalone_runtime
 from sglang.srt.mem_cache.hicache.settings import HiCacheSettings, ShardGroup
 from sglang.srt.mem_cache.hicache.slots.allocator import LaneSlotAllocator
 from sglang.srt.mem_cache.hicache.tree.calls import Insertion
 from sglang.srt.mem_cache.layouts import GroupKind, LayoutConfig, create_layout
+from sglang.srt.mem_cache.layouts.facts import exchanges_pages
 from sglang.srt.mem_cache.layouts.pages import pages_of_tokens
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmark"))  # what it shares with the measurements
@@ -62,6 +64,7 @@ from gpu_common import (
     scatter,
     synchronisation_forbidden,
 )
+from gpu_ipc_gather import IpcGather
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.l2_transfer import L2TransferEngine
@@ -105,7 +108,15 @@ def all_cases() -> list[Case]:
             ("kernel", "page_first_direct"), ("kernel", "page_first")]  # fmt: skip
     cases = [
         Case(layout=layout, ranks=ranks, pool=pool, io_backend=io_backend, mem_layout=mem_layout)
-        for layout, ranks, count in (("identity", 1, 5), ("cp_shared", 2, 5), ("cp_shared", 4, 4), ("identity", 2, 1))
+        for layout, ranks, count in (
+            ("identity", 1, 5),
+            ("cp_shared", 2, 5),
+            ("cp_shared", 4, 4),
+            ("identity", 2, 1),
+            ("host_shared", 2, 5),
+            ("host_shared", 4, 2),
+            ("host_shared", 1, 1),
+        )
         for pool in GEOMETRIES
         for io_backend, mem_layout in ways[:count]
     ]
@@ -149,13 +160,16 @@ class Rank:
             tp_cache_group=group,
             eviction_policy="lru",
         )
+        peers = IpcGather(group) if exchanges_pages(self.layout) and case.ranks > 1 else None
         self.cache: HiRadixCache[Any] = assemble_cache(
             params,
             layout=self.layout,
             settings=HiCacheSettings(io_backend=case.io_backend, mem_layout=case.mem_layout, host_ratio=2.0),
             group=ShardGroup(kind=GroupKind.ATTENTION_CP, size=case.ranks, rank=number),
+            peers=peers,
         )
         self.controller = self.cache.cache_controller
+        self.exchanger = None if peers is None else PageExchanger(self.device_pool, peers)
         if case.short_runs_by_kernel:
             self.use_copier(CopyTuning(few_copies=0))  # however few they are
         stream_type: Any = torch.cuda.Stream  # torch leaves it untyped
@@ -173,6 +187,7 @@ class Rank:
             "host_pool": self.controller.mem_pool_host,
             "device_pool": self.device_pool,
             "io_backend": "kernel",
+            "exchanger": self.exchanger,
         }
         copier = page_copier(
             HostTransfer(**pools, copier=False).entries,
@@ -254,9 +269,9 @@ class Rank:
 
     def own(self, pages: PageArray, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Row pages and keys, on the device, of the pages that this rank stores."""
-        plan = self.layout.plan_backup(pages)
-        owned = torch.from_numpy(plan.lanes == self.layout.lane)
-        rows, own_keys = torch.from_numpy(plan.device_pages).cuda(), keys[owned].cuda()
+        stored = self.layout.local_rows(torch.from_numpy(pages * PAGE_SIZE)) // PAGE_SIZE
+        owned = stored > 0
+        rows, own_keys = stored[owned].cuda(), keys[owned].cuda()
         torch.cuda.current_stream().synchronize()
         return rows, own_keys
 
