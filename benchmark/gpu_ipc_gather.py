@@ -29,7 +29,8 @@ class IpcGather:
             event.record()
         torch.cuda.synchronize()
         offers: list[Any] = [None] * self.ranks
-        dist.all_gather_object(offers, (reduce_tensor(own), [event.ipc_handle() for event in events]), group=group)
+        share: Any = reduce_tensor  # ditto
+        dist.all_gather_object(offers, (share(own), [event.ipc_handle() for event in events]), group=group)
         device = torch.device("cuda", torch.cuda.current_device())
         self._sent: list[torch.Tensor] = []
         self._written: list[Any] = []

@@ -40,7 +40,7 @@ def test_both_pages_have_examples_and_refusals() -> None:
     for command in ("explain", "plan"):
         shown = [output for _, arguments, output in _examples() if arguments.startswith(command)]
         refusals = [output for output in shown if output.startswith("kvlayouts: error: ")]
-        assert len(refusals) >= 3
+        assert len(refusals) >= 2
         assert len(shown) > len(refusals)
 
 
