@@ -74,7 +74,6 @@ class CacheMachine(RuleBasedStateMachine):
         on_device, on_host = model.match(chain)
         may_load, must_load = model.may_load(chain, quota), self._room_for(chain, on_device, on_device + on_host)
         before = self._count(lambda rank: len(rank.engine.loads))
-        copied = frozenset(page for lock in model.writes.locks for page in prefixes(lock))
         request = group.start(
             self._tokens(chain), _namespace(chain), quota=None if quota is None else quota * group.spec.page_size
         )
@@ -90,9 +89,7 @@ class CacheMachine(RuleBasedStateMachine):
         self._note_eviction()
         model.evicted(*self._tiers())
         if request is None:
-            # What is unlocked when an eviction waits for copies, at its end, can only go in the next one.
-            room = self._room_with_evictions(chain, len(prefix) - 1, model.evictable - copied)
-            assert not room, "a request with room enough was refused"
+            assert not self._room_with_evictions(chain, len(prefix) - 1), "a request with room enough was refused"
             model.locks.remove(prefix)
             return
         assert (request.device_pages, request.host_pages) == (on_device, on_host * loaded)
@@ -423,12 +420,12 @@ class CacheMachine(RuleBasedStateMachine):
     def _room_for(self, chain: Prefix, first: int, end: int) -> bool:
         return bool((self._needs(chain, first, end) <= self.group.ranks[0].allocator.room_pages()).all())
 
-    def _room_with_evictions(self, chain: Prefix, first: int, evictable: Pages) -> bool:
+    def _room_with_evictions(self, chain: Prefix, first: int) -> bool:
         rank = self.group.ranks[0]
         room = rank.allocator.room_pages()
         for node, path in self._paths(rank):
             for at, page in enumerate(reversed(node.slot_pages.tolist())):
-                room[page % len(room)] += path[: len(path) - at] in evictable
+                room[page % len(room)] += path[: len(path) - at] in self.model.evictable
         return bool((self._needs(chain, first, len(chain) - 1) <= room).all())
 
 

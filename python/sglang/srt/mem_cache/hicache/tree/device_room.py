@@ -101,7 +101,13 @@ class DeviceRoom(Generic[MetadataT]):
         tokens, freed = 0, np.zeros(self._slots.lane_count, dtype=np.int64)
         staged: list[Staged[MetadataT]] = []
         kept: list[LayoutTreeNode[MetadataT]] = []
-        while not enough(tokens, freed) and (node := order.pop_first()) is not None:
+        while not enough(tokens, freed):
+            node = order.pop_first()
+            if node is None:
+                if not staged:
+                    break
+                self._finish_staged(staged)  # settles older copies too, and what they locked can go
+                continue
             lane_pages = self._accounting.lane_pages(node)
             pages = self._evict_node(node, staged)
             if len(pages):
