@@ -105,6 +105,16 @@ class TestCopiesAhead(CacheTestCase):
             self.assertIs(rank.controller.ack_write_queue[0], ack)
         group.check()
 
+    def test_an_eviction_goes_on_with_what_its_wait_for_a_copy_has_unlocked(self) -> None:
+        group = _group(host_pages=FULL_AFTER)
+        _serve(group, *range(FULL_AFTER - 1))  # copied
+        group.hold()
+        _serve(group, 100, settle=False)  # its copy is under way, so it is locked
+        _serve(group, 101, settle=False)  # and this one was put off: it is copied as it leaves
+        pages = FULL_AFTER + 1
+        self.assertEqual(_evict(group, pages), pages)
+        group.check()
+
     def test_what_finds_no_room_stays_as_it_was(self) -> None:
         group = _group()
         group.hold()
