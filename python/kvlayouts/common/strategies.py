@@ -11,7 +11,7 @@ from kvlayouts.common.own_flags import in_own_words
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from sglang.srt.mem_cache.layouts.registry import AnyKVLayoutStrategy
+    from sglang.srt.mem_cache.layouts.protocol import AnyKVLayoutStrategy
 
 _LIGHT: Final = (
     *("layouts.errors", "layouts.config", "layouts.registry", "layouts.capabilities", "layouts.facts"),

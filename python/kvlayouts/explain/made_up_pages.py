@@ -14,7 +14,7 @@ from sglang.srt.mem_cache.layouts.errors import LayoutInvariantError
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.layouts.pages import LaneArray, PageArray
-    from sglang.srt.mem_cache.layouts.registry import AnyKVLayoutStrategy
+    from sglang.srt.mem_cache.layouts.protocol import AnyKVLayoutStrategy
 
 WIDENINGS: Final = 4
 

@@ -29,8 +29,7 @@ if TYPE_CHECKING:
 
     from sglang.srt.mem_cache.layouts.pages import LaneArray, PageArray
     from sglang.srt.mem_cache.layouts.plans import CopyRun
-    from sglang.srt.mem_cache.layouts.protocol import NodeMetadata
-    from sglang.srt.mem_cache.layouts.registry import AnyKVLayoutStrategy
+    from sglang.srt.mem_cache.layouts.protocol import AnyKVLayoutStrategy, NodeMetadata
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

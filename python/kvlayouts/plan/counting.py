@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from sglang.srt.mem_cache.layouts.pages import LaneArray, PageArray
     from sglang.srt.mem_cache.layouts.plans import BackupPlan
-    from sglang.srt.mem_cache.layouts.registry import AnyKVLayoutStrategy
+    from sglang.srt.mem_cache.layouts.protocol import AnyKVLayoutStrategy
 
 
 class CountingSlots:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from kvlayouts.plan.prompts import Prompts
     from kvlayouts.plan.settings import PlanConfig
     from kvlayouts.plan.simulation import SimulatedHits
-    from sglang.srt.mem_cache.layouts.registry import AnyKVLayoutStrategy
+    from sglang.srt.mem_cache.layouts.protocol import AnyKVLayoutStrategy
 
 TELL_EVERY: Final = 512
 TOO_CLOSE: Final = 0.12
@@ -169,7 +169,7 @@ def _in_pages(config: PlanConfig, name: str) -> AnyKVLayoutStrategy:
 def _fullest_lane(layout: AnyKVLayoutStrategy, pages: int) -> int:
     """Pages of a chain of `pages` that the rank with most of them has on its host."""
     if has_host_lanes(layout):
-        return -(-pages // layout.host_lane_count)
+        return ceil_div(pages, layout.host_lane_count)
     return int(np.bincount(layout.extend_lanes(0, 0, pages), minlength=layout.lane_count).max())
 
 

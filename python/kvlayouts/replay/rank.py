@@ -34,6 +34,7 @@ from sglang.srt.mem_cache.layouts import LayoutConfig, PoolKind
 from sglang.srt.mem_cache.layouts.errors import LayoutInvariantError
 from sglang.srt.mem_cache.layouts.facts import host_lanes, page_rows
 from sglang.srt.mem_cache.layouts.pages import PageArray, pages_of_tokens
+from sglang.srt.mem_cache.layouts.rounding import ceil_div
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -125,7 +126,7 @@ class RankReplay:
         """The prompt's pages: the cached ones, then new ones in the lanes that follow."""
         page_size = self._config.page_size
         base = self.layout.chain_base(token_bytes[: page_size * 8], "")
-        new_pages = -(-tokens // page_size) - len(cached)
+        new_pages = ceil_div(tokens, page_size) - len(cached)
         fresh = self.cache.alloc_slots(self.layout.extend_lanes(base, len(cached), new_pages))
         if fresh is None:
             raise LayoutInvariantError(f"no room for {new_pages} pages though nothing but this prompt is locked")
@@ -153,7 +154,7 @@ class RankReplay:
         by_page = sums[: len(pages) * self._config.page_size].reshape(len(pages), -1)
         chosen = np.arange(len(pages))
         if self._config.verify == "sample":
-            count = -(-len(pages) // SAMPLED_ONE_IN)
+            count = ceil_div(len(pages), SAMPLED_ONE_IN)
             chosen = np.sort(self._sampler.choice(len(pages), size=count, replace=False))
         rows, expected = stored_rows(self.layout, pages[chosen], by_page[chosen])
         self._verified += expected.size

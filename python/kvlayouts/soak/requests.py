@@ -20,6 +20,7 @@ from kvlayouts.ranks.rows import stored_rows
 from kvlayouts.replay.content import KVContent, Words, prefix_sums
 from sglang.srt.mem_cache.hicache.tree.calls import Insertion
 from sglang.srt.mem_cache.layouts.pages import PageArray, pages_of_tokens
+from sglang.srt.mem_cache.layouts.rounding import ceil_div
 
 if TYPE_CHECKING:
     import random
@@ -86,7 +87,7 @@ class Requests:
             node=node,
             priority=priority,
         )
-        total = -(-len(tokens) // self._page_size)
+        total = ceil_div(len(tokens), self._page_size)
         chunk = total - len(prefix) if first_chunk_pages is None else min(first_chunk_pages, total - len(prefix))
         self.running.append(request)
         grown = self._grow(request, chunk)
@@ -96,7 +97,7 @@ class Requests:
     def continue_(self, request: Running, pages: int) -> str:
         """Insert what is computed so far and allocate up to `pages` more."""
         self._give_to_tree(request, chunked=True)
-        left = -(-len(request.tokens) // self._page_size) - len(request.pages)
+        left = ceil_div(len(request.tokens), self._page_size) - len(request.pages)
         if left == 0:
             return "nothing left to compute"
         return f"{min(pages, left)} more pages{'' if self._grow(request, min(pages, left)) else ', no room'}"

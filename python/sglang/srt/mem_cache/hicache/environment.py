@@ -17,7 +17,7 @@ from .waits import LANES, BoundedReduction
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 
-    from sglang.srt.mem_cache.layouts.registry import AnyKVLayoutStrategy
+    from sglang.srt.mem_cache.layouts.protocol import AnyKVLayoutStrategy
 
     from .settings import HiCacheSettings, ShardGroup
     from .slots.allocator import SlotAllocator

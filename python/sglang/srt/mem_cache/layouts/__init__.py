@@ -23,11 +23,12 @@ from .host_shared import HostSharedLayout
 from .identity import IdentityLayout, IdentityNodeMetadata
 from .plans import BackupPlan, CopyPlan, CopyRun, LoadPlan
 from .protocol import (
+    AnyKVLayoutStrategy,
     KVLayoutStrategy,
     MetadataT,
     NodeMetadata,
 )
-from .registry import AnyKVLayoutStrategy, create_group, create_layout, known_layouts
+from .registry import create_group, create_layout, known_layouts
 
 __all__ = [
     "DEFAULT_LAYOUT",

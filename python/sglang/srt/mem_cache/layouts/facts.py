@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from .capabilities import has_host_lanes, stripes_pages
 
 if TYPE_CHECKING:
-    from .registry import AnyKVLayoutStrategy
+    from .protocol import AnyKVLayoutStrategy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from .pages import LaneArray, PageArray
-    from .registry import AnyKVLayoutStrategy
+    from .protocol import AnyKVLayoutStrategy
 
 _ASKED_PAGES_A_LANE: Final = 4
 

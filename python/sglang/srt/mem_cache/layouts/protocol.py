@@ -30,7 +30,7 @@ Arrays are numpy, in host memory, one number a page; see `pages`. What a strateg
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -169,3 +169,7 @@ class KVLayoutStrategy(Protocol[MetadataT]):
         and `LayoutConfigError` for no parts or a reserved page.
         """
         ...
+
+
+AnyKVLayoutStrategy: TypeAlias = KVLayoutStrategy[Any]
+"""A strategy chosen by name, whose metadata type the caller does not know."""

@@ -5,8 +5,6 @@ callable from `LayoutConfig` to a strategy::
 
     [project.entry-points."sglang.kv_layouts"]
     my_layout = "my_package.layout:MyLayout.from_config"
-
-The metadata type of a strategy is erased here and nowhere else: `AnyKVLayoutStrategy`.
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ from __future__ import annotations
 from dataclasses import replace
 from importlib.metadata import EntryPoint, entry_points
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING
 
 from .errors import LayoutConfigError
 
@@ -22,11 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from .config import LayoutConfig
-    from .protocol import KVLayoutStrategy
-
-# A name in a string: `known_layouts` answers before numpy and torch are loaded.
-AnyKVLayoutStrategy: TypeAlias = "KVLayoutStrategy[Any]"
-"""A strategy chosen by name, whose metadata type the caller does not know."""
+    from .protocol import AnyKVLayoutStrategy
 
 ENTRY_POINT_GROUP = "sglang.kv_layouts"
 

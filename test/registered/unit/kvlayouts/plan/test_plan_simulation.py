@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from kvlayouts.plan.prompts import Prompts
     from sglang.srt.mem_cache.layouts import CpHiCacheNodeMetadata
     from sglang.srt.mem_cache.layouts.pages import LaneArray
-    from sglang.srt.mem_cache.layouts.registry import AnyKVLayoutStrategy
+    from sglang.srt.mem_cache.layouts.protocol import AnyKVLayoutStrategy
 
 register_cpu_ci(est_time=60, suite="base-a-test-cpu")
 

@@ -29,7 +29,7 @@ from ..waits import GATHER, BoundedReduction
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from sglang.srt.mem_cache.layouts.registry import AnyKVLayoutStrategy
+    from sglang.srt.mem_cache.layouts.protocol import AnyKVLayoutStrategy
 
 
 class PageAccess(Protocol):

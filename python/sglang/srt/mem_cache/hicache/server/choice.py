@@ -19,7 +19,7 @@ from sglang.srt.mem_cache.layouts.registry import create_group, create_layout, k
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
 
-    from sglang.srt.mem_cache.layouts.registry import AnyKVLayoutStrategy
+    from sglang.srt.mem_cache.layouts.protocol import AnyKVLayoutStrategy
 
 STRATEGY_FLAG: Final = "--kv-layout-strategy"
 CONFIG_FLAG: Final = "--kv-layout-config"

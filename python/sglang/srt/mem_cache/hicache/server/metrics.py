@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from sglang.srt.managers.scheduler_components.metrics_reporter import SchedulerMetricsReporter
 
-    from sglang.srt.mem_cache.layouts.registry import AnyKVLayoutStrategy
+    from sglang.srt.mem_cache.layouts.protocol import AnyKVLayoutStrategy
 
     from ..seam.records import Place
     from .allocator import ServingSlotAllocator

@@ -22,7 +22,7 @@ from .rules_shared import RULES_FOR_SHARED
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
 
-    from sglang.srt.mem_cache.layouts.registry import AnyKVLayoutStrategy
+    from sglang.srt.mem_cache.layouts.protocol import AnyKVLayoutStrategy
 
     from .facts import ServerFacts
 

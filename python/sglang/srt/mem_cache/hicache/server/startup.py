@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.memory_pool import KVCache
     from sglang.srt.mem_cache.registry import TreeCacheBuildContext
 
-    from sglang.srt.mem_cache.layouts.registry import AnyKVLayoutStrategy
+    from sglang.srt.mem_cache.layouts.protocol import AnyKVLayoutStrategy
 
 logger = logging.getLogger(__name__)
 

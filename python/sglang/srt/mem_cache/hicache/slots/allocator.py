@@ -25,6 +25,7 @@ from sglang.srt.mem_cache.layouts.pages import (
     tokens_of_pages,
     whole_pages,
 )
+from sglang.srt.mem_cache.layouts.rounding import ceil_div
 
 from .free_pages import free_slot_pages_of
 
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 
     from sglang.srt.mem_cache.memory_pool import KVCache
 
-    from sglang.srt.mem_cache.layouts.registry import AnyKVLayoutStrategy
+    from sglang.srt.mem_cache.layouts.protocol import AnyKVLayoutStrategy
 
 
 class SlotAllocator(Protocol):
@@ -194,7 +195,8 @@ class LaneSlotAllocator(BaseTokenToKVPoolAllocator):
         """Lanes of the new pages of each request. Looks at the device only for a request whose base is unknown."""
         bases = list(rotation_bases) if rotation_bases is not None else [None] * len(firsts)
         spans = [
-            (-(-first // self.page_size), -(-end // self.page_size)) for first, end in zip(firsts, ends, strict=True)
+            (ceil_div(first, self.page_size), ceil_div(end, self.page_size))
+            for first, end in zip(firsts, ends, strict=True)
         ]
         unknown = any(
             base is None and first_page and end_page > first_page

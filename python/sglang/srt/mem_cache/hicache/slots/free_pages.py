@@ -28,7 +28,7 @@ from .page_runs import PageRuns, pages_by_lane, pages_of_runs, runs_of_pages
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from sglang.srt.mem_cache.layouts.registry import AnyKVLayoutStrategy
+    from sglang.srt.mem_cache.layouts.protocol import AnyKVLayoutStrategy
 
 _MANY_CHAINS = 24
 """From so many chains on, most of them single pages, putting them in turn costs less than a search for each."""
