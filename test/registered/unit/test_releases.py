@@ -17,6 +17,8 @@ import pytest
 ROOT = Path(__file__).parents[3]
 RELEASES = runpy.run_path(str(ROOT / "python/sglang/srt/mem_cache/hicache/releases.py"))
 SUPPORTED: tuple[str, ...] = RELEASES["supported_releases"]()
+ASKED_FOR_NOTHING = {name: value for name, value in os.environ.items() if name not in {"SGLANG", "MAKEFLAGS"}}
+"""The environment without what `make test SGLANG=...` hands on to the processes that it starts."""
 TYPECHECK = runpy.run_path(str(ROOT / "scripts/typecheck.py"))
 
 
@@ -58,7 +60,8 @@ def test_the_newest_release_lives_in_venv_and_another_beside_it() -> None:
 
 def test_make_takes_the_environment_of_the_release_that_it_is_given() -> None:
     for asked, python in (("", ".venv/bin/python"), ("SGLANG=0.5.1", ".venv-0.5.1/bin/python")):
-        done = subprocess.run(["make", "-n", "typecheck", *asked.split()], cwd=ROOT, capture_output=True, text=True)
+        command = ["make", "-n", "typecheck", *asked.split()]
+        done = subprocess.run(command, cwd=ROOT, env=ASKED_FOR_NOTHING, capture_output=True, text=True)
         assert f"{python} scripts/typecheck.py" in done.stdout
 
 

@@ -163,7 +163,13 @@ class LetsMirrorsGiveWay(CountsARequestOnce):
                 self.cache_controller.evict_device(slots)
             staged.clear()
 
-        while evicted < num_tokens and (leaves := [leaf for leaf in self.evictable_leaves if leaf not in kept]):
+        while evicted < num_tokens:
+            leaves = [leaf for leaf in self.evictable_leaves if leaf not in kept]
+            if not leaves and staged:
+                flush()  # and look again: what older copies had locked can go now
+                continue
+            if not leaves:
+                break
             node = min(leaves, key=self.eviction_strategy.get_priority)
             if not node.backuped and not self.write_backup(node, write_back=True):
                 flush()
