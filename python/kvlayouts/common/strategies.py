@@ -81,7 +81,7 @@ def create_group(
         for rank in range(shard_size)
     ]
     from sglang.srt.mem_cache.layouts.errors import LayoutConfigError
-    from sglang.srt.mem_cache.layouts.owners import refuse_shared_owners
+    from sglang.srt.mem_cache.layouts.owner_check import refuse_shared_owners
 
     try:
         refuse_shared_owners(layouts)

@@ -15,8 +15,8 @@ from kvlayouts.ranks.messages import Finished, Progress
 from kvlayouts.ranks.setup import joined_group
 from kvlayouts.replay.content import KVContent
 from kvlayouts.soak.config import SoakReport, repeat_command
+from kvlayouts.soak.events import SoakRank, drain
 from kvlayouts.soak.geometries import GEOMETRIES
-from kvlayouts.soak.rank import SoakRank, drain
 from sglang.srt.mem_cache.hicache.check.digest import tree_digest
 from sglang.srt.mem_cache.hicache.settings import HiCacheSettings
 from sglang.srt.mem_cache.layouts import LayoutConfig, PoolKind, create_layout

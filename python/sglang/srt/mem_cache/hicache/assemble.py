@@ -22,7 +22,7 @@ from sglang.srt.mem_cache.layouts.checks import refuse_mismatch
 from sglang.srt.mem_cache.layouts.config import GroupKind
 from sglang.srt.mem_cache.layouts.errors import LayoutInvariantError
 from sglang.srt.mem_cache.layouts.facts import exchanges_pages, host_lanes, page_rows
-from sglang.srt.mem_cache.layouts.owners import refuse_lane
+from sglang.srt.mem_cache.layouts.owner_check import refuse_lane
 
 from .agreement import Agreement, RankAgreement
 from .controller import HiCacheController

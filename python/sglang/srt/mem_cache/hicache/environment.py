@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from sglang.srt.mem_cache.layouts.config import LayoutEnvironment
 from sglang.srt.mem_cache.layouts.facts import HostLanes, host_lanes
-from sglang.srt.mem_cache.layouts.owners import refuse_shared_host_lanes, refuse_shared_lanes
+from sglang.srt.mem_cache.layouts.owner_check import refuse_shared_host_lanes, refuse_shared_lanes
 
 from .device.kinds import layers_differ, pool_kind
 from .waits import LANES, BoundedReduction

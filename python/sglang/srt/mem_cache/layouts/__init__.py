@@ -18,9 +18,9 @@ from .cp_shared import CpHiCacheNodeMetadata, CpSharedLayout
 from .dcp_striped import DcpStripedLayout
 from .errors import LayoutConfigError, LayoutInvariantError
 from .exchange import NO_EXCHANGE, PageExchange
-from .geometry import CpSharedKVLayout
 from .host_shared import HostSharedLayout
 from .identity import IdentityLayout, IdentityNodeMetadata
+from .owner_and_row import CpSharedKVLayout
 from .plans import BackupPlan, CopyPlan, CopyRun, LoadPlan
 from .protocol import (
     AnyKVLayoutStrategy,

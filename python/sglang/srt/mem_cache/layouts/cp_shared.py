@@ -28,7 +28,7 @@ import numpy as np
 from .checks import refuse_divergent_content, refuse_mismatch, refuse_storage, refuse_unknown_pool
 from .config import LayoutConfig, LayoutEnvironment, check_range
 from .errors import LayoutConfigError, LayoutInvariantError
-from .geometry import CpSharedKVLayout
+from .owner_and_row import CpSharedKVLayout
 from .pages import LaneArray, PageArray, page_array, tokens_of_pages, whole_pages
 from .plans import BackupPlan, CopyPlan, LoadPlan
 

@@ -23,8 +23,8 @@ from .checks import refuse_divergent_content, refuse_mismatch, refuse_storage, r
 from .cp_shared import CpHiCacheNodeMetadata
 from .errors import LayoutConfigError, LayoutInvariantError
 from .exchange import NO_EXCHANGE, PageExchange
-from .geometry import CpSharedKVLayout, refuse_reserved_pages
 from .identity import RESERVED_PAGES, IdentityLayout
+from .owner_and_row import CpSharedKVLayout, refuse_reserved_pages
 from .pages import page_array
 from .plans import BackupPlan, CopyPlan, LoadPlan
 

@@ -13,7 +13,7 @@ import numpy as np
 from .checks import refuse_mismatch, refuse_storage, refuse_unknown_pool
 from .config import LayoutConfig, LayoutEnvironment, check_range
 from .errors import LayoutConfigError, LayoutInvariantError
-from .geometry import refuse_reserved_pages
+from .owner_and_row import refuse_reserved_pages
 from .pages import LaneArray, PageArray, page_array, tokens_of_pages, whole_pages
 from .plans import BackupPlan, CopyPlan, LoadPlan
 

@@ -101,7 +101,7 @@ def create_group(config: LayoutConfig) -> list[AnyKVLayoutStrategy]:
 
     Raises what `create_layout` raises, and `LayoutConfigError` where a page would have no owner or several.
     """
-    from .owners import refuse_shared_owners
+    from .owner_check import refuse_shared_owners
 
     layouts = [create_layout(replace(config, shard_rank=rank)) for rank in range(config.shard_size)]
     refuse_shared_owners(layouts)

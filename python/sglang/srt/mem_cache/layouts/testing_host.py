@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from .capabilities import has_host_lanes
-from .owners import refuse_shared_host_lanes
+from .owner_check import refuse_shared_host_lanes
 from .protocol import MetadataT
 from .testing_harness import LayoutCase, LayoutHarness
 from .testing_metadata import check_equal_arrays

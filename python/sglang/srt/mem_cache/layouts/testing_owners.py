@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from .owners import refuse_shared_owners
+from .owner_check import refuse_shared_owners
 from .protocol import MetadataT
 from .testing_harness import LayoutCase, LayoutHarness
 from .testing_metadata import check_equal_arrays

@@ -17,7 +17,7 @@ from kvlayouts.common.errors import InputError, RankError
 from kvlayouts.replay.content import KVContent
 from kvlayouts.soak.config import FAULTS, SoakConfig, repeat_command
 from kvlayouts.soak.driver import run_soak
-from kvlayouts.soak.rank import SoakRank
+from kvlayouts.soak.events import SoakRank
 from sglang.srt.mem_cache.layouts import PoolKind
 from support.caches import CacheSpec, CacheTestCase
 from support.groups import Group

@@ -24,7 +24,7 @@ from sglang.srt.mem_cache.layouts import (
     PageExchange,
 )
 from sglang.srt.mem_cache.layouts.exchange import NO_EXCHANGE
-from sglang.srt.mem_cache.layouts.owners import refuse_shared_owners
+from sglang.srt.mem_cache.layouts.owner_check import refuse_shared_owners
 from sglang.srt.mem_cache.layouts.testing import LayoutContract, joined, same
 
 if TYPE_CHECKING:

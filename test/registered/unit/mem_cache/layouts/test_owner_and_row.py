@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sglang.test.ci.ci_register import register_cpu_ci
 
-from sglang.srt.mem_cache.layouts import CpSharedKVLayout, LayoutConfigError, geometry
+from sglang.srt.mem_cache.layouts import CpSharedKVLayout, LayoutConfigError, owner_and_row
 
 register_cpu_ci(est_time=5, suite="base-a-test-cpu")
 
@@ -33,11 +33,11 @@ def _dealt(slots: int, page_size: int, cp_size: int) -> list[tuple[int, int]]:
 
 
 def test_the_picture_in_the_docstring_is_true() -> None:
-    assert geometry.__doc__ is not None
+    assert owner_and_row.__doc__ is not None
     columns = {
         row: [int(number) for number in re.findall(r"\d+", line)]
         for row in ("slot", "page", "owner", "row")
-        for line in re.findall(rf"^    {row} +(\d.*)$", geometry.__doc__, re.MULTILINE)
+        for line in re.findall(rf"^    {row} +(\d.*)$", owner_and_row.__doc__, re.MULTILINE)
     }
     layout = CpSharedKVLayout(page_size=2, cp_size=3)
     slots = np.array(columns["slot"])
@@ -45,8 +45,8 @@ def test_the_picture_in_the_docstring_is_true() -> None:
     assert columns["page"] == list(range(7))
     assert layout.page_owners(np.array(columns["page"])).tolist() == columns["owner"]
     assert layout.logical_locs_to_physical(slots).tolist() == columns["row"]
-    lines = {line.split()[0]: line for line in geometry.__doc__.splitlines() if line.startswith("    ")}
-    brace = re.search(r"`-+ reserved -+'", geometry.__doc__)
+    lines = {line.split()[0]: line for line in owner_and_row.__doc__.splitlines() if line.startswith("    ")}
+    brace = re.search(r"`-+ reserved -+'", owner_and_row.__doc__)
     assert brace is not None
     start = lines["`---"].index("`")
     above = lines["slot"][start : start + len(brace.group())]
